@@ -1,16 +1,64 @@
 """Metadata of a GGUF -> frozen ModelConfig.
 
 In: a GGUFFile. Out: ModelConfig, every number checked. Next: weights.py.
+
+Keys mean what llama.cpp means by them. A property the runtime cannot compute is an error that names its key: a model
+run without one of its properties answers plausible nonsense.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import numpy as np
+
+from hotcold.runtime import schema
+from hotcold.runtime.gguf_file import GGUFFile, safe_text
+from hotcold.runtime.keys import Keys, show
+
+# Limits far above any real model: they keep a wrong number from becoming a huge allocation.
+_MAX_LAYERS = 1024
+_MAX_WIDTH = 1 << 20  # n_embd, n_ff
+_MAX_HEADS = 4096
+_MAX_HEAD_DIM = 1024
+_MAX_CONTEXT = 1 << 24
+_MAX_VOCAB = 1 << 24
+
+_STOCK_ACTIVATIONS = {"llama": "silu", "qwen2": "silu", "qwen3": "silu", "minicpm": "silu", "arcee": "relu2",
+                      "opt": "relu"}  # fmt: skip
+_INTERLEAVED_ROPE = ("llama", "minicpm", "arcee")
+_LEARNED_POSITIONS = ("opt",)
+_LAYER_NORM = ("opt",)
+_ROPE_SCALINGS = ("none", "linear", "yarn")
+
+# Keys of properties the runtime does not compute -> the value with which they change nothing (None: no value does).
+_NOT_SUPPORTED: dict[str, bool | float | None] = {
+    "expert_count": 0,
+    "nextn_predict_layers": 0,
+    "use_parallel_residual": False,
+    "pooling_type": 0,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "rope.scaling.alpha": 0.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.freq_base_swa": None,
+    "rope.dimension_count_swa": None,
+    "rope.dimension_sections": None,
+    "attention.key_length_swa": None,
+    "attention.value_length_swa": None,
+}
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding. `interleaved`: pairs (2i, 2i+1) (llama.cpp NORM); otherwise (i, i + n_dims/2) (NEOX)."""
+    """Rotary embedding. `interleaved`: pairs (2i, 2i+1) (llama.cpp NORM); otherwise (i, i + n_dims/2) (NEOX).
+
+    `attn_factor` multiplies cos and sin; yarn with `ext_factor` above 0 multiplies them by `yarn_mscale(factor)` too.
+    """
 
     n_dims: int  # rotated dimensions per head
     interleaved: bool
@@ -50,3 +98,227 @@ class ModelConfig:
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the residual
     logit_scale: float = 1.0  # multiplies the logits
     attn_scale: float = 0.0  # multiplies q.k; 0: 1/sqrt(head_dim)
+
+    @classmethod
+    def from_gguf(cls, f: GGUFFile) -> ModelConfig:
+        """Read and check the metadata of a model.
+
+        Raises GGUFError naming file, key, what was found and what is allowed.
+        """
+        keys = Keys(f)
+        _check_supported(keys)
+        n_layer = keys.integer("block_count", 1, _MAX_LAYERS)
+        n_embd = keys.integer("embedding_length", 1, _MAX_WIDTH)
+        n_head, n_head_kv, head_dim = _heads(keys, n_layer, n_embd)
+        n_vocab = _vocab(keys, n_embd)
+        n_ctx = _context(keys, n_embd)
+        layout, activation, gated, n_ff, thresholds = _ffn(keys, n_layer, n_embd)
+        norm = "layer" if keys.arch in _LAYER_NORM else "rms"
+        eps_key = "attention.layer_norm_epsilon" if norm == "layer" else "attention.layer_norm_rms_epsilon"
+        embedding_scale, residual_scale, logit_scale = _scales(keys, n_layer, n_embd)
+        attn_scale = keys.real("attention.scale", 0.0, 1e4, default=0.0)
+        return cls(
+            arch=keys.arch,
+            name=safe_text(keys.text("general.name", default=f.path.stem)),
+            layout=layout,
+            n_layer=n_layer,
+            n_embd=n_embd,
+            n_head=n_head,
+            n_head_kv=n_head_kv,
+            head_dim=head_dim,
+            n_vocab=n_vocab,
+            n_ctx_train=n_ctx,
+            n_ff=n_ff,
+            norm=norm,
+            norm_eps=keys.real(eps_key, 1e-12, 0.1),
+            activation=activation,
+            gated=gated,
+            thresholds=thresholds,
+            rope=None if keys.arch in _LEARNED_POSITIONS else _rope(keys, head_dim, n_ctx),
+            window=_window(keys, n_layer),
+            embedding_scale=embedding_scale,
+            residual_scale=residual_scale,
+            logit_scale=logit_scale,
+            attn_scale=attn_scale,
+        )
+
+
+def yarn_mscale(factor: float) -> float:
+    """What yarn multiplies cos and sin by when the context grows `factor` times."""
+    return 1.0 if factor <= 1.0 else 1.0 + 0.1 * math.log(factor)
+
+
+def _check_supported(keys: Keys) -> None:
+    kind = keys.text("general.type", default="model")
+    if kind != "model":
+        raise keys.error("key 'general.type'", show(kind), "'model'")
+    for key, neutral in _NOT_SUPPORTED.items():
+        if not keys.has(key):
+            continue
+        value = keys.raw(key)
+        if isinstance(value, str | list | np.ndarray) or value != neutral:
+            raise keys.error(f"key '{keys.full(key)}'", show(value),
+                             f"{'no such key' if neutral is None else neutral}: this is not supported")  # fmt: skip
+
+
+def _heads(keys: Keys, n_layer: int, n_embd: int) -> tuple[int, int, int]:
+    n_head = keys.same_for_all("attention.head_count", n_layer, 1, _MAX_HEADS)
+    n_head_kv = keys.same_for_all("attention.head_count_kv", n_layer, 1, _MAX_HEADS, default=n_head)
+    if n_head % n_head_kv:
+        raise keys.error(f"key '{keys.full('attention.head_count_kv')}'", n_head_kv, f"a divisor of {n_head} heads")
+    if not keys.has("attention.key_length") and n_embd % n_head:
+        raise keys.error(f"key '{keys.full('attention.head_count')}'", n_head,
+                         f"a divisor of embedding_length {n_embd}, or the key attention.key_length")  # fmt: skip
+    head_dim = keys.integer("attention.key_length", 1, _MAX_HEAD_DIM, default=n_embd // n_head)
+    value_dim = keys.integer("attention.value_length", 1, _MAX_HEAD_DIM, default=n_embd // n_head)
+    if head_dim != value_dim:
+        raise keys.error(f"key '{keys.full('attention.value_length')}'", value_dim,
+                         f"attention.key_length, {head_dim}: different sizes are not supported")  # fmt: skip
+    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+        raise keys.error("head size (attention.key_length or embedding_length / head_count)", head_dim,
+                         f"a multiple of 8 up to {_MAX_HEAD_DIM}: other sizes are not supported")  # fmt: skip
+    return n_head, n_head_kv, head_dim
+
+
+def _vocab(keys: Keys, n_embd: int) -> int:
+    """Rows of the embedding, with every token id of the metadata inside."""
+    allowed = f"a matrix of up to {_MAX_VOCAB} rows of embedding_length, {n_embd}"
+    n_vocab, columns = keys.matrix("token_embd.weight", allowed)
+    if columns != n_embd or n_vocab > _MAX_VOCAB:
+        raise keys.error("tensor 'token_embd.weight'", f"shape [{n_vocab}, {columns}]", allowed)
+    n_tokens = keys.file.length("tokenizer.ggml.tokens")
+    if n_tokens is not None and n_tokens > n_vocab:
+        raise keys.error("key 'tokenizer.ggml.tokens'", f"{n_tokens} tokens",
+                         f"at most the {n_vocab} rows of token_embd.weight")  # fmt: skip
+    for key in keys.file.metadata:
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+            keys.integer(key, 0, n_vocab - 1)
+    return n_vocab
+
+
+def _context(keys: Keys, n_embd: int) -> int:
+    n_ctx = keys.integer("context_length", 1, _MAX_CONTEXT)
+    if keys.arch not in _LEARNED_POSITIONS:
+        return n_ctx
+    allowed = f"a matrix with one row of {n_embd} per position"
+    rows, columns = keys.matrix("position_embd.weight", allowed)
+    if columns != n_embd:
+        raise keys.error("tensor 'position_embd.weight'", f"shape [{rows}, {columns}]", allowed)
+    return min(n_ctx, rows)
+
+
+def _ffn(keys: Keys, n_layer: int, n_embd: int) -> tuple[str, str, bool, tuple[int, ...], tuple[float, ...]]:
+    """-> layout, activation, gated, n_ff [n_layer], thresholds [n_layer]."""
+    split = keys.has(schema.KEY_VERSION)
+    if split and keys.integer(schema.KEY_VERSION, 1, (1 << 32) - 1) > schema.VERSION:
+        raise keys.error(f"key '{schema.KEY_VERSION}'", keys.raw(schema.KEY_VERSION),
+                         f"up to {schema.VERSION}: the file is from a newer hotcold, upgrade this one")  # fmt: skip
+    activation = keys.text(schema.KEY_ACTIVATION, default=None if split else _STOCK_ACTIVATIONS[keys.arch])
+    if activation not in schema.ACTIVATIONS:
+        raise keys.error(f"key '{schema.KEY_ACTIVATION}'", show(activation), ", ".join(schema.ACTIVATIONS))
+    with_gate = [schema.block(layer, schema.FFN_GATE) in keys.file.tensors for layer in range(n_layer)]
+    if any(with_gate) and not all(with_gate):
+        raise keys.error("ffn_gate tensors", f"in {sum(with_gate)} of {n_layer} layers", "in all layers or in none")
+    gated = with_gate[0]
+    if activation == "drelu" and not gated:
+        raise keys.error(f"key '{schema.KEY_ACTIVATION}'", "'drelu' without ffn_gate tensors",
+                         "drelu only in a gated FFN")  # fmt: skip
+    return ("neuron-split" if split else "stock", activation, gated, _neurons(keys, n_layer, n_embd, split, gated),
+            _thresholds(keys, n_layer, activation))  # fmt: skip
+
+
+def _neurons(keys: Keys, n_layer: int, n_embd: int, split: bool, gated: bool) -> tuple[int, ...]:
+    key = schema.KEY_NEURONS if split else "feed_forward_length"
+    n_ff = [int(n) for n in keys.per_layer(key, n_layer, 1, _MAX_WIDTH, "iu")]
+    if split and keys.has("feed_forward_length"):
+        stock = keys.per_layer("feed_forward_length", n_layer, 1, _MAX_WIDTH, "iu")
+        if stock != n_ff:
+            raise keys.error(f"key '{schema.KEY_NEURONS}'", show(keys.raw(key)), "the same as feed_forward_length")
+    for layer, n in enumerate(n_ff):
+        name = schema.block(layer, schema.FFN_GATE if gated else schema.FFN_UP)
+        allowed = f"shape [{n}, {n_embd}], one row per neuron"
+        shape = keys.matrix(name, allowed)
+        if shape != (n, n_embd):
+            raise keys.error(f"tensor '{name}'", f"shape {list(shape)}", allowed)
+    if schema.block(n_layer, "attn_norm.weight") in keys.file.tensors:
+        raise keys.error(f"key '{keys.full('block_count')}'", n_layer, "the number of layers that have tensors")
+    return tuple(n_ff)
+
+
+def _thresholds(keys: Keys, n_layer: int, activation: str) -> tuple[float, ...]:
+    if not keys.has(schema.KEY_THRESHOLD):
+        if activation == "fatrelu":
+            raise keys.error(f"key '{schema.KEY_THRESHOLD}'", "nothing", "one threshold per layer for fatrelu")
+        return (0.0,) * n_layer
+    # Dense activations compare a magnitude with the threshold; relu means a threshold of 0.
+    low = 0.0 if activation in (*schema.DENSE_ACTIVATIONS, "relu") else -1e30
+    high = 0.0 if activation == "relu" else 1e30
+    return tuple(float(t) for t in keys.per_layer(schema.KEY_THRESHOLD, n_layer, low, high, "f"))
+
+
+def _rope(keys: Keys, head_dim: int, n_ctx: int) -> Rope:
+    n_dims = keys.integer("rope.dimension_count", 2, head_dim, default=head_dim)
+    if n_dims % 2:
+        raise keys.error(f"key '{keys.full('rope.dimension_count')}'", n_dims, "an even number")
+    factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"  # the old name
+    factor = keys.real(factor_key, 1e-3, 1e6, default=1.0)
+    scaling = keys.text("rope.scaling.type", default="linear" if factor != 1.0 else "none")
+    if scaling not in _ROPE_SCALINGS:
+        raise keys.error(f"key '{keys.full('rope.scaling.type')}'", show(scaling), ", ".join(_ROPE_SCALINGS))
+    yarn = scaling == "yarn"
+    orig_ctx = keys.integer("rope.scaling.original_context_length", 1, _MAX_CONTEXT, default=n_ctx)
+    ext_factor = keys.real("rope.scaling.yarn_ext_factor", 0.0, 1.0, default=1.0)
+    attn_factor = keys.real("rope.scaling.attn_factor", 1e-3, 1e3, default=1.0)
+    if yarn and keys.has("rope.scaling.yarn_attn_factor"):
+        # transformers' attention_factor: the whole magnitude, in place of the one that follows from the factor.
+        attn_factor *= keys.real("rope.scaling.yarn_attn_factor", 1e-3, 1e3)
+        if ext_factor > 0.0:
+            attn_factor /= yarn_mscale(factor)
+    beta_fast = keys.real("rope.scaling.yarn_beta_fast", 1e-3, 1e6, default=32.0)
+    beta_slow = keys.real("rope.scaling.yarn_beta_slow", 1e-3, 1e6, default=1.0)
+    if beta_slow > beta_fast:
+        key = keys.full("rope.scaling.yarn_beta_slow")
+        raise keys.error(f"key '{key}'", beta_slow, f"at most yarn_beta_fast, {beta_fast}")
+    return Rope(
+        n_dims=n_dims,
+        interleaved=keys.arch in _INTERLEAVED_ROPE,
+        freq_base=keys.real("rope.freq_base", 1.0 + 1e-6, 1e15, default=10000.0),
+        scaling=scaling,
+        factor=factor if scaling != "none" else 1.0,
+        orig_ctx=orig_ctx if yarn else 0,
+        ext_factor=ext_factor,
+        attn_factor=attn_factor,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+    )
+
+
+def _window(keys: Keys, n_layer: int) -> tuple[int, ...]:
+    """Sliding window per layer. The pattern is a flag per layer, or a period whose last layer sees everything."""
+    size = keys.integer("attention.sliding_window", 0, (1 << 31) - 1, default=0)
+    pattern = "attention.sliding_window_pattern"
+    if size == 0 or not keys.has(pattern):
+        return (size,) * n_layer
+    if isinstance(keys.raw(pattern), np.ndarray):
+        slides = keys.per_layer(pattern, n_layer, 0, 1, "biu")
+    else:
+        period = keys.integer(pattern, 0, _MAX_LAYERS)
+        slides = [period == 0 or layer % period < period - 1 for layer in range(n_layer)]
+    return tuple(size if s else 0 for s in slides)
+
+
+def _scales(keys: Keys, n_layer: int, n_embd: int) -> tuple[float, float, float]:
+    """-> multipliers of embedding, residual additions, logits: MiniCPM's, 1 for every other architecture.
+
+    The file's `logit_scale` divides the logits (hidden_size / dim_model_base). MiniCPM files from before the keys
+    existed mean 12, 1.4/sqrt(n_layer) and a base of 256.
+    """
+    names = ("embedding_scale", "residual_scale", "logit_scale")
+    if keys.arch != "minicpm":
+        for name in names:
+            if keys.has(name) and keys.real(name, -1e30, 1e30) not in (0.0, 1.0):
+                raise keys.error(f"key '{keys.full(name)}'", show(keys.raw(name)), "1 for this architecture")
+        return 1.0, 1.0, 1.0
+    defaults = (12.0, 1.4 / math.sqrt(n_layer), n_embd / 256)
+    embedding, residual, logit = (keys.real(n, 1e-6, 1e6, default=d) for n, d in zip(names, defaults, strict=True))
+    return embedding, residual, 1.0 / logit

@@ -118,6 +118,11 @@ class GGUFFile:
         """Metadata value, or `default` when the key is absent."""
         return self.metadata.get(key, default)
 
+    def length(self, key: str) -> int | None:
+        """Elements of an array (1 for a scalar) without decoding it; None when the key is absent."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.n
+
     def string_bytes(self, key: str) -> list[bytes]:
         """A string array as it is in the file. Raises KeyError when absent, GGUFError when it is something else."""
         entry = self._entries[key]
