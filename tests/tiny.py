@@ -62,7 +62,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "llama-mha": LLAMA | dict(num_key_value_heads=4, rms_norm_eps=1e-3),
+    "llama-mha": LLAMA | dict(num_key_value_heads=4, rms_norm_eps=1e-2),
     "llama-gqa-32-4": LLAMA | dict(hidden_size=256, num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=2),
     "llama-gqa-64-8": LLAMA | dict(hidden_size=512, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=2),
     "llama-tied": LLAMA | dict(tie_word_embeddings=True),
