@@ -71,8 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-ff1000": LLAMA | dict(intermediate_size=1000),
     "llama-ff1003": LLAMA | dict(hidden_size=96, intermediate_size=1003),
     "llama-ff72": LLAMA | dict(hidden_size=160, intermediate_size=72),
-    "llama-embd72": LLAMA | dict(hidden_size=72, intermediate_size=100),
-    "llama-embd100": LLAMA | dict(hidden_size=100, num_attention_heads=5, num_key_value_heads=1, intermediate_size=72),
+    "llama-embd72": LLAMA | dict(hidden_size=72, num_attention_heads=3, num_key_value_heads=1, intermediate_size=100),
+    "llama-embd100": LLAMA | dict(hidden_size=100, head_dim=40, num_key_value_heads=1, intermediate_size=72),
     "llama-12-layers": LLAMA | dict(num_hidden_layers=12, intermediate_size=72, shards=3, tokenizer="smollm"),
     "llama-headdim": LLAMA | dict(head_dim=24, tokenizer="spm"),
     "llama-vocab": LLAMA | dict(vocab_size=N_TOKENS + 32),
@@ -104,7 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bamboo": MISTRAL | dict(
         architectures=["BambooForCausalLM"], model_type="bamboo", hidden_act="relu", intermediate_size=344),
     "opt": OPT,
-    "opt-mixed": OPT | dict(mixed=True, ffn_dim=1003, hidden_size=100, word_embed_proj_dim=100),
+    "opt-mixed": OPT | dict(mixed=True, ffn_dim=1003, hidden_size=104, word_embed_proj_dim=104, num_attention_heads=13),
     "arcee": LLAMA | dict(
         architectures=["ArceeForCausalLM"], model_type="arcee", hidden_act="relu2", intermediate_size=344),
 }  # fmt: skip
