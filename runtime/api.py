@@ -1,0 +1,200 @@
+"""The Python interface: a model, opened.
+
+In: the path of a GGUF file. Out: logits, text, tokenizer, configuration. Next: cli.py and repl.py, which use it too.
+
+    from hotcold.runtime import Model
+    with Model.open("model.gguf") as model:
+        for piece in model.generate("Once upon a time", max_tokens=64, seed=1):
+            print(piece, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hotcold.runtime.chat import ChatTemplate
+from hotcold.runtime.engine import Engine
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.generate import GenerationStats, Session, StopFilter
+from hotcold.runtime.sampling import Sampler, SamplingParams
+from hotcold.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hotcold.runtime.config import ModelConfig
+
+_log = logging.getLogger("hotcold")
+
+
+class Model:
+    """A model in memory. Open it with Model.open; several may be open at once. After close() every use is an error.
+
+    Calls may come from several Python threads; they take turns. `stats` describes the last generation.
+    """
+
+    tokenizer: Tokenizer
+    config: ModelConfig
+    template: ChatTemplate
+    stats: GenerationStats
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._session: Session | None = Session(engine, tokenizer)
+        self.tokenizer = tokenizer
+        self.template = template
+        self.config = engine.config
+        self.stats = GenerationStats()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        sparsity: str = "auto",
+        threads: int | None = None,
+        n_ctx: int | None = None,
+        *,
+        kv_type: str = "f16",
+        notify: Callable[[str], None] = _log.info,
+    ) -> Model:
+        """Open a GGUF file.
+
+        sparsity: "exact" (skip neurons that are exactly off), "dense" (compute all), "auto" (exact where the model's
+        activation allows it). threads: None for what the machine gives this process. n_ctx: tokens of context; None
+        for the smaller of 4096 and what the model was trained on. kv_type: "f16" or "f32". notify: gets one line for
+        each thing worth knowing (defaults to the logger "hotcold", level INFO).
+
+        Raises HotcoldError if the file is not a model this program computes, or an option is out of range.
+        """
+        engine = Engine.open(path, sparsity=sparsity, threads=threads, n_ctx=n_ctx, kv_type=kv_type, notify=notify)
+        try:
+            tokenizer = Tokenizer.from_gguf(engine.file)
+            template = ChatTemplate.for_tokenizer(tokenizer, notify=notify)
+        except BaseException:
+            engine.close()
+            raise
+        return cls(engine, tokenizer, template)
+
+    @property
+    def session(self) -> Session:
+        """The engine with its KV cache. Raises HotcoldError after close()."""
+        if self._session is None:
+            raise HotcoldError("this model is closed: open it again with Model.open(path)")
+        return self._session
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens the context holds."""
+        return self.session.engine.n_ctx
+
+    def logits(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
+        """Logits after each token: float32 [n_tokens, n_vocab]. The text is exactly `token_ids`, nothing is added.
+
+        A generation in progress goes on correctly afterwards (it evaluates its text again).
+        Raises HotcoldError for an empty or too long text, or an id outside the vocabulary.
+        """
+        return self.session.all_logits(_token_list(token_ids))
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | npt.NDArray[np.integer],
+        max_tokens: int | None = None,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        repeat_penalty: float = 1.0,
+        repeat_last_n: int = 64,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        *,
+        ignore_eos: bool = False,
+        parse_special: bool = False,
+    ) -> Iterator[str]:
+        """Continue a text; yields pieces of whole characters as they become certain.
+
+        A prompt given as text is encoded with the model's own beginning-of-sequence token, and special tokens in it
+        are plain text unless parse_special. Token ids are taken as they are. seed None: random. Other arguments as in
+        SamplingParams and Session.generate. Raises HotcoldError at once for arguments out of range, and when iterated
+        for a prompt that does not fit the context.
+        """
+        session = self.session
+        params = SamplingParams(
+            temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, -1 if seed is None else seed
+        )
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
+        else:
+            tokens = _token_list(prompt)
+        if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer))):
+            raise HotcoldError(f"max_tokens must be a whole number or None, got {max_tokens!r}")
+        StopFilter([stop] if isinstance(stop, str) else stop)  # complain now, not at the first piece
+        self.stats = GenerationStats()
+        return self._while_open(
+            session.generate(
+                tokens, Sampler(params), max_tokens=max_tokens, stop=stop, ignore_eog=ignore_eos, stats=self.stats
+            )
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        max_tokens: int | None = None,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        repeat_penalty: float = 1.0,
+        repeat_last_n: int = 64,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> Iterator[str]:
+        """The assistant's next message, in pieces. messages: [{"role": "user", "content": "..."}, ...].
+
+        The model's chat template is applied; text in messages never becomes a special token. Only the part that is
+        new since the last call is evaluated.
+        """
+        tokens = self.encode_chat(messages)
+        return self.generate(
+            tokens, max_tokens, temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, stop
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer."""
+        return self.template.encode(self.tokenizer, [dict(m) for m in messages], add_generation_prompt=True)
+
+    def _while_open(self, pieces: Iterator[str]) -> Iterator[str]:
+        while True:
+            _ = self.session  # closed in the meantime?
+            try:
+                piece = next(pieces)
+            except StopIteration:
+                return
+            yield piece
+
+    def close(self) -> None:
+        """Stop the workers and release the file. Harmless when already closed."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.engine.close()
+
+    def __enter__(self) -> Model:
+        _ = self.session
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _token_list(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:
+    """Token ids as Python ints. Raises HotcoldError for anything that is not a flat sequence of whole numbers."""
+    array = np.asarray(token_ids)
+    if array.size and (array.ndim != 1 or not np.issubdtype(array.dtype, np.integer)):
+        raise HotcoldError(f"token ids must be a flat list of whole numbers, got {array.dtype} of shape {array.shape}")
+    return [int(t) for t in array.ravel()]

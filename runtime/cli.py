@@ -1,0 +1,328 @@
+"""The command `hotcold`: the way in.
+
+In: the command line. Out: an exit status. Next: convert/main.py for `convert`; api.py, generate.py and repl.py for
+`run` and `chat`; inspect.py for `inspect`. Each is imported only by its own command.
+
+Exit status: 0 done; 1 an error, one line on stderr; 2 wrong usage; 130 Ctrl-C; 141 the reader of our output went away.
+A traceback is a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotcold.runtime.errors import HotcoldError
+
+if TYPE_CHECKING:
+    from hotcold.runtime.api import Model
+    from hotcold.runtime.sampling import SamplingParams
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (argparse exits by itself with 0 or 2)."""
+    began = time.perf_counter()
+    argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 must not end the program
+    parser = build_parser(argv)
+    args = parser.parse_args(argv)
+    args.began = began
+    try:
+        return int(args.run(args))
+    except HotcoldError as error:
+        print(f"hotcold: error: {_one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter would flush stdout once more at exit and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser for `argv`: options of a command are added only if it is the one named."""
+    parser = argparse.ArgumentParser(
+        prog="hotcold",
+        description="Runs large language models by computing only the neurons that fire.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hotcold {version('hotcold')}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    wanted = next((a for a in argv if not a.startswith("-")), None)
+    for name, help_, add_arguments in (
+        ("convert", "make a neuron-split GGUF from a Hugging Face folder or a stock GGUF", _add_convert),
+        ("run", "continue a text, or answer one prompt", _add_run),
+        ("chat", "have a conversation", _add_chat),
+        ("inspect", "print what a GGUF file holds", _add_inspect),
+    ):
+        command = commands.add_parser(
+            name, help=help_, description=help_[0].upper() + help_[1:] + ".", allow_abbrev=False
+        )
+        if name == wanted:
+            add_arguments(command)
+    return parser
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    from hotcold.convert import main as convert
+
+    convert.add_arguments(parser)
+    parser.set_defaults(run=convert.run)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", type=Path, help="GGUF file")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from hotcold.runtime.inspect import print_file
+
+    print_file(args.file, Console())
+    return 0
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", type=Path, help="GGUF file")
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-c", "--ctx-size", type=_count, metavar="N",
+        help="tokens of context (default: the smaller of 4096 and what the model was trained on)",
+    )  # fmt: skip
+    group.add_argument("-t", "--threads", type=_count, metavar="N", help="default: what the machine gives this process")
+    group.add_argument(
+        "--sparsity", choices=("auto", "exact", "dense"), default="auto",
+        help="exact: skip neurons that are off; dense: compute all; auto: exact for ReLU models (default)",
+    )  # fmt: skip
+    group.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache (default f16)")
+
+
+def _add_generation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("generation")
+    group.add_argument(
+        "-n", "--predict", "--n-predict", type=_limit, default=-1, metavar="N",
+        help="most tokens to generate; -1: until the model ends or the context is full (default)",
+    )  # fmt: skip
+    group.add_argument(
+        "--temp", type=float, default=0.8, metavar="T", help="temperature; 0: always the most likely (default 0.8)"
+    )
+    group.add_argument("--top-k", type=int, default=40, metavar="K", help="0: off (default 40)")
+    group.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off (default 0.95)")
+    group.add_argument("--min-p", type=float, default=0.05, metavar="P", help="0: off (default 0.05)")
+    group.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="1: off (default 1)")
+    group.add_argument(
+        "--repeat-last-n", type=int, default=64, metavar="N", help="tokens it looks back; 0: off, -1: all (default 64)"
+    )
+    group.add_argument("-s", "--seed", type=int, default=-1, metavar="N", help="-1: random (default)")
+    group.add_argument("--ignore-eos", action="store_true", help="never let the model end by itself")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    group = parser.add_argument_group("prompt (from standard input if neither -p nor -f is given)")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("-p", "--prompt", metavar="TEXT")
+    source.add_argument("-f", "--file", type=Path, metavar="FILE", help="one newline at the end is dropped")
+    group.add_argument(
+        "-st", "--single-turn", action="store_true",
+        help="the prompt is a message: apply the model's chat template and answer it (default: continue the text)",
+    )  # fmt: skip
+    group.add_argument("-sys", "--system-prompt", metavar="TEXT", help="with -st")
+    group.add_argument(
+        "--special", action="store_true", help="special tokens in the prompt are not plain text (not with -st)"
+    )
+    group.add_argument(
+        "--display-prompt", action=argparse.BooleanOptionalAction, default=False, help="print the prompt first",
+    )  # fmt: skip
+    group.add_argument("--no-perf", action="store_true", help="no timings on standard error")
+    _add_generation(parser)
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    group = parser.add_argument_group("conversation (reads lines from standard input if that is not a terminal)")
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="answer this and leave")
+    group.add_argument("-sys", "--system-prompt", metavar="TEXT")
+    _add_generation(parser)
+    parser.set_defaults(run=_chat, parser=parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from hotcold.runtime.console import TextOut, note, timing_summary
+    from hotcold.runtime.generate import GenerationStats
+    from hotcold.runtime.sampling import Sampler
+
+    params = _sampling(args)
+    if args.system_prompt is not None and not args.single_turn:
+        args.parser.error("-sys needs -st: without it the prompt is a text to continue")
+    if args.special and args.single_turn:
+        args.parser.error("--special is not for -st: a message is always plain text")
+    prompt = _prompt(args)
+    out, stats, interrupted = TextOut(sys.stdout), GenerationStats(), False
+    with _open(args) as model:
+        loaded = time.perf_counter()
+        if args.single_turn:
+            tokens = model.encode_chat(_messages(args.system_prompt, prompt))
+        else:
+            tokens = model.tokenizer.encode(prompt, add_special=True, parse_special=args.special)
+        try:
+            if args.display_prompt:
+                out.write(prompt + ("\n" if args.single_turn else ""))
+            for piece in model.session.generate(
+                tokens,
+                Sampler(params),
+                max_tokens=args.predict,
+                stop=args.stop,
+                ignore_eog=args.ignore_eos,
+                stats=stats,
+            ):
+                out.write(piece)
+        except KeyboardInterrupt:
+            interrupted = True
+        out.end_line()
+        if stats.stop_reason == "context":
+            note(
+                f"context full: all {model.n_ctx} tokens are used, so the text ends here; --ctx-size N makes it larger"
+            )
+    if not args.no_perf:
+        total = time.perf_counter() - args.began
+        for line in timing_summary(stats, loaded - args.began, total):
+            note(line)
+    return INTERRUPTED if interrupted else 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from hotcold.runtime.console import TextOut, printable
+    from hotcold.runtime.repl import Repl, ReplOptions, run_lines
+
+    options = ReplOptions(_sampling(args), args.system_prompt, args.predict, args.ignore_eos, args.stop)
+    for what, text in (("-sys", args.system_prompt), ("-p", args.prompt)):
+        _check_text(what, text)
+    out = TextOut(sys.stdout)
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    with _open(args) as model:
+        if args.prompt is not None:
+            repl = Repl(model, options, out)
+            repl.send(args.prompt)
+            return 1 if repl.failed else 0
+        if not terminal:
+            return run_lines(Repl(model, options, out), sys.stdin.buffer)
+
+        from hotcold.runtime.terminal import Interrupts, run_terminal
+
+        def say(line: str) -> None:
+            print(printable(line), flush=True)
+
+        say(f"{model.config.name or args.model.name}, {model.n_ctx} tokens of context. /help lists the commands.")
+        with Interrupts() as interrupts:
+            return run_terminal(Repl(model, options, out, say, interrupts.allowed), interrupts, say)
+
+
+def _open(args: argparse.Namespace) -> Model:
+    from hotcold.runtime.api import Model
+    from hotcold.runtime.console import note
+
+    return Model.open(
+        args.model,
+        sparsity=args.sparsity,
+        threads=args.threads,
+        n_ctx=args.ctx_size,
+        kv_type=args.kv_type,
+        notify=note,
+    )
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    from hotcold.runtime.generate import StopFilter
+    from hotcold.runtime.sampling import SamplingParams
+
+    try:
+        StopFilter(args.stop)
+        return SamplingParams(
+            args.temp, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.repeat_last_n, args.seed
+        )
+    except HotcoldError as error:
+        args.parser.error(str(error))
+
+
+def _messages(system: str | None, prompt: str) -> list[dict[str, str]]:
+    head = [{"role": "system", "content": system}] if system else []
+    return [*head, {"role": "user", "content": prompt}]
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    """The prompt of `run`, from -p, -f or standard input. Exits with 2 if there is none."""
+    _check_text("-sys", args.system_prompt)
+    if args.prompt is not None:
+        _check_text("-p", args.prompt)
+        return str(args.prompt)
+    if args.file is not None:
+        try:
+            raw = args.file.read_bytes()
+        except OSError as error:
+            raise HotcoldError(f"cannot read the prompt from {args.file}: {error.strerror or error}") from error
+        name = str(args.file)
+    else:
+        if sys.stdin.isatty():
+            args.parser.error("no prompt: give -p TEXT or -f FILE, or pipe it in (hotcold chat has a conversation)")
+        raw, name = sys.stdin.buffer.read(), "standard input"
+        if not raw:
+            args.parser.error("no prompt: standard input is empty; give -p TEXT or -f FILE")
+    try:
+        text: str = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise HotcoldError(
+            f"the prompt from {name} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}"
+        ) from error
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _check_text(option: str, text: str | None) -> None:
+    """Arguments that are not UTF-8 reach Python as half surrogates, which no tokenizer can take."""
+    try:
+        (text or "").encode("utf-8")
+    except UnicodeEncodeError:
+        raise HotcoldError(f"the text of {option} is not valid in this locale's encoding; use UTF-8") from None
+
+
+def _one_line(error: Exception) -> str:
+    from hotcold.runtime.console import printable
+
+    return printable(" ".join(str(error).split()))
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _limit(text: str) -> int:
+    value = int(text)
+    if value < -1:
+        raise argparse.ArgumentTypeError(f"must be -1 (no limit) or more, got {value}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Prompt tokens -> pieces of text.
+
+In: token ids from tokenizer.py or chat.py, the engine, a sampler. Out: an iterator of strings, each made of whole
+characters, and GenerationStats. Next: api.py for Python, repl.py for a conversation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.sampling import Sampler
+
+if TYPE_CHECKING:
+    from hotcold.runtime.engine import Engine
+    from hotcold.runtime.tokenizer import Tokenizer
+
+
+@dataclass
+class GenerationStats:
+    """What one generation did. Filled while it runs; complete once its iterator has ended, however it ended."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt: already in the KV cache, not evaluated again
+    generated_tokens: int = 0
+    prompt_seconds: float = 0.0  # evaluating prompt_tokens - reused_tokens
+    eval_runs: int = 0  # forward passes of one generated token; the first token comes from the prompt's pass
+    eval_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    stop_reason: str = ""  # "eog" | "length" | "context" | "stop"; "" while running or when interrupted
+    shares: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [n_layer] neurons computed / all
+
+    @property
+    def prompt_rate(self) -> float:
+        """Prompt tokens evaluated per second; 0 if none was."""
+        n = self.prompt_tokens - self.reused_tokens
+        return n / self.prompt_seconds if n > 0 and self.prompt_seconds > 0 else 0.0
+
+    @property
+    def eval_rate(self) -> float:
+        """Generated tokens evaluated per second; 0 if none was."""
+        return self.eval_runs / self.eval_seconds if self.eval_seconds > 0 else 0.0
+
+
+class ContextFull(HotcoldError):
+    """The prompt has more tokens than the context holds. Nothing was evaluated or cut."""
+
+    def __init__(self, needed: int, n_ctx: int) -> None:
+        super().__init__(
+            f"the text is {needed} tokens long but the context holds {n_ctx}: shorten it, "
+            f"or use --ctx-size (n_ctx= in Python) with at least {needed + 1}"
+        )
+        self.needed = needed
+        self.n_ctx = n_ctx
+
+
+class Session:
+    """An engine and the tokens in its KV cache, so that a text that begins like the last one costs only its new part.
+
+    Several generations may take turns on one session: each one holds its own text and evaluates again what another
+    has pushed out of the cache.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._cached: list[int] = []  # may run ahead of engine.n_past after an interruption: see _common
+        self._turn = threading.Lock()
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens in the KV cache."""
+        return self.engine.n_past
+
+    def forget(self) -> None:
+        """Empty the KV cache."""
+        with self._turn:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.engine.truncate(0)
+        self._cached.clear()
+
+    def _common(self, tokens: Sequence[int]) -> int:
+        """How many tokens at the start of `tokens` are in the cache, at the same positions."""
+        cached = self._cached
+        # An interrupted forward leaves n_past as it was, wherever the interruption struck: n_past has the last word.
+        del cached[self.engine.n_past :]
+        n = min(len(cached), len(tokens))
+        if cached[:n] == list(tokens[:n]):
+            return n
+        return next(i for i in range(n) if cached[i] != tokens[i])
+
+    def evaluate(self, tokens: Sequence[int]) -> tuple[npt.NDArray[np.float32], int]:
+        """Logits [n_vocab] after the last of `tokens`, the whole text; and how many of them the cache gave.
+
+        Raises HotcoldError for an empty text, ContextFull for one that is too long.
+        """
+        if not tokens:
+            raise HotcoldError("nothing to evaluate: the text has no tokens (this model adds none of its own)")
+        if len(tokens) > self.engine.n_ctx:
+            raise ContextFull(len(tokens), self.engine.n_ctx)
+        with self._turn:
+            reused = min(self._common(tokens), len(tokens) - 1)  # the last one is needed for its logits
+            if reused < self.engine.n_past:
+                self.engine.truncate(reused)
+                del self._cached[reused:]
+            self._cached.extend(tokens[reused:])
+            return self.engine.forward(tokens[reused:], "last"), reused
+
+    def all_logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits [n_tokens, n_vocab] after each of `tokens`, the whole text. Errors as evaluate."""
+        if not tokens:
+            raise HotcoldError("nothing to evaluate: the list of tokens is empty")
+        if len(tokens) > self.engine.n_ctx:
+            raise ContextFull(len(tokens), self.engine.n_ctx)
+        with self._turn:
+            self._forget()
+            self._cached.extend(tokens)
+            return self.engine.forward(tokens, "all")
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampler: Sampler,
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eog: bool = False,
+        stats: GenerationStats | None = None,
+    ) -> Iterator[str]:
+        """Continue `prompt` (token ids). Yields text as soon as it is certain.
+
+        Ends at an end-of-generation token (not with ignore_eog, which makes the model choose another), after
+        max_tokens (None or negative: no limit), when the context is full, or before the first of the `stop` strings,
+        no part of which is ever yielded. KeyboardInterrupt passes through and leaves the session usable.
+        """
+        stats = GenerationStats() if stats is None else stats
+        filter_ = StopFilter([stop] if isinstance(stop, str) else stop)
+        text = self.tokenizer.stream()
+        tokens = [int(t) for t in prompt]
+        stats.prompt_tokens = len(tokens)
+        eog = np.fromiter(self.tokenizer.eog_ids, dtype=np.int64)
+        self.engine.reset_stats()
+        sampler.forget()
+        sampler.accept(tokens)
+        try:
+            logits = self._timed_prompt(tokens, stats)
+            while True:
+                if max_tokens is not None and 0 <= max_tokens <= stats.generated_tokens:
+                    stats.stop_reason = "length"
+                    break
+                if stats.generated_tokens > 0:
+                    if len(tokens) > self.engine.n_ctx:
+                        stats.stop_reason = "context"
+                        break
+                    logits = self._timed_step(tokens, stats)
+                began = time.perf_counter()
+                if ignore_eog:
+                    logits[eog] = -np.inf
+                token = sampler.sample(logits)
+                sampler.accept([token])
+                stats.sample_seconds += time.perf_counter() - began
+                if token in self.tokenizer.eog_ids:
+                    stats.stop_reason = "eog"
+                    break
+                tokens.append(token)
+                stats.generated_tokens += 1
+                piece = "" if self.tokenizer.is_control(token) else filter_.put(text.put(token))
+                if piece:
+                    yield piece
+                if filter_.hit:
+                    stats.stop_reason = "stop"
+                    break
+            if not filter_.hit:
+                rest = filter_.put(text.flush())
+                rest += filter_.flush()
+                if rest:
+                    yield rest
+        finally:
+            if stats.eval_runs:
+                stats.shares = np.asarray(self.engine.share_computed(), dtype=np.float64)
+
+    def _timed_prompt(self, tokens: list[int], stats: GenerationStats) -> npt.NDArray[np.float32]:
+        began = time.perf_counter()
+        logits, stats.reused_tokens = self.evaluate(tokens)
+        stats.prompt_seconds = time.perf_counter() - began
+        return logits
+
+    def _timed_step(self, tokens: list[int], stats: GenerationStats) -> npt.NDArray[np.float32]:
+        began = time.perf_counter()
+        logits, _ = self.evaluate(tokens)
+        stats.eval_seconds += time.perf_counter() - began
+        stats.eval_runs += 1
+        return logits
+
+
+class StopFilter:
+    """Passes text through up to the first stop string; holds back what may turn out to be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        for stop in stops:
+            if not isinstance(stop, str) or not stop:
+                raise HotcoldError(f"stop strings must be non-empty text, got {stop!r}")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.hit = False
+
+    def put(self, text: str) -> str:
+        """Text that can be shown now. After a hit always empty."""
+        if self.hit:
+            return ""
+        text = self._held + text
+        # The match that ends first, as if the text had come one character at a time: pieces must not matter.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.hit, self._held = True, ""
+            return text[: min(found)[1]]
+        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def flush(self) -> str:
+        """What was held back, once no more text will come."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
