@@ -38,6 +38,7 @@ FFN_UP = "ffn_up.weight"
 FFN_DOWN = "ffn_down.weight"                   # stock layout only
 FFN_UP_DOWN = "ffn_up_down.weight"
 FFN_DOWN_T = "ffn_down_t.weight"
+FFN_GATE_BIAS = "ffn_gate.bias"
 FFN_UP_BIAS = "ffn_up.bias"
 FFN_DOWN_BIAS = "ffn_down.bias"
 FFN_NEURON_ID = "ffn_neuron_id"

@@ -1,0 +1,152 @@
+"""Matrix product for many tokens: each weight is read, decoded and packed once for a whole block of tokens.
+
+In: addresses; activations f32 [n_tok][ldx] and act blocks [n_tok][ldxb] (leading dimensions in bytes). Out: f32
+[n_tok][ldd]. Next: walk.py.
+
+Small blocks use the same row kernels as single tokens; from PACK_TOKENS on, a panel of rows is packed with lane = row
+(tiles.py) and used by every tile of tokens. A result depends neither on the number of threads nor on the other rows.
+"""
+
+from numba import njit
+
+from .formats import BF16, F16, F32, Q4_0, Q4_0_BYTES, Q8_0, Q8_0_BYTES
+from .rows import matvec, row1, row16
+from .simd import load_f32, store_f32, store_w, zero_w
+from .tiles import (
+    BYTE_BLOCK,
+    FLOAT_ROWS,
+    FLOAT_VECTORS,
+    LANES,
+    TILE_TOKENS,
+    byte_tile,
+    float_tile,
+    pack_bf16,
+    pack_f16,
+    pack_f32,
+    pack_q4,
+    pack_q8,
+)
+
+PACK_TOKENS = 6
+DEPTH = 2048  # neurons per pass of a down projection: bounds the panel to what the second-level cache holds
+TILE_BYTES = 4 * TILE_TOKENS * FLOAT_ROWS
+
+
+def panel_bytes(cols: int) -> int:
+    """Scratch that the product needs for a matrix of `cols` columns, per thread."""
+    return TILE_BYTES + max(4 * FLOAT_ROWS * (max(cols, DEPTH) + LANES), BYTE_BLOCK * (cols // 32 + 1))
+
+
+@njit
+def finish(dst, y, bias, row, scale, add):
+    """Store one sum with what the operator adds to it: bias, then scale, then the old value."""
+    if bias:
+        y += load_f32(bias + 4 * row)
+    y *= scale
+    at = dst + 4 * row
+    store_f32(at, load_f32(at) + y if add else y)
+
+
+@njit
+def _pack_bytes(qt, a, stride, last, n, panel):
+    for b in range(n // 32):
+        if qt == Q8_0:
+            pack_q8(a + b * Q8_0_BYTES, stride, last, panel + b * BYTE_BLOCK)
+        else:
+            pack_q4(a + b * Q4_0_BYTES, stride, last, panel + b * BYTE_BLOCK)
+
+
+@njit
+def _pack_floats(qt, a, stride, last, n, panel):
+    size = 4 if qt == F32 else 2
+    for v in range(FLOAT_VECTORS):
+        first = min(v * LANES, last)
+        base, left = a + first * stride, last - first
+        for k in range(0, n - 15, 16):
+            dst = panel + 4 * (k * FLOAT_ROWS + v * LANES)
+            if qt == F16:
+                pack_f16(base + size * k, stride, left, dst)
+            elif qt == BF16:
+                pack_bf16(base + size * k, stride, left, dst)
+            else:
+                pack_f32(base + size * k, stride, left, dst)
+        for k in range(n // 16 * 16, n):
+            for r in range(LANES):
+                value = row1(qt, base + min(r, left) * stride, k)
+                store_f32(panel + 4 * (k * FLOAT_ROWS + v * LANES + r), value)
+
+
+@njit
+def _few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
+    """Rows in groups of 4 stay in the first-level cache while every token uses them."""
+    for r in range(r0, r1, 4):
+        end = min(r + 4, r1)
+        for t in range(n_tok):
+            matvec(o.qt, o.w + r * o.stride, o.stride, 0, end - r, o.cols, x + t * ldx, xb + t * ldxb, scratch)
+            for i in range(end - r):
+                finish(dst + t * ldd, load_f32(scratch + 4 * i), o.bias, r + i, o.scale, o.add)
+
+
+@njit
+def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
+    """dst[t][r] (+)= scale * (row r . x[t] + bias[r]) for r0 <= r < r1: o.qt, o.w, o.stride, o.cols, o.bias, ..."""
+    if n_tok < PACK_TOKENS:
+        _few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch)
+        return
+    quantized = o.qt == Q8_0 or o.qt == Q4_0
+    width = LANES if quantized else FLOAT_ROWS
+    panel = scratch + TILE_BYTES
+    for r in range(r0, r1, width):
+        rows = min(width, r1 - r)
+        if quantized:
+            _pack_bytes(o.qt, o.w + r * o.stride, o.stride, rows - 1, o.cols, panel)
+        else:
+            _pack_floats(o.qt, o.w + r * o.stride, o.stride, rows - 1, o.cols, panel)
+        for t in range(0, n_tok, TILE_TOKENS):
+            tokens = min(TILE_TOKENS, n_tok - t)
+            if quantized:
+                byte_tile(panel, o.cols // 32, 1 if o.qt == Q4_0 else 16, xb + t * ldxb, ldxb, tokens - 1, scratch)
+            else:
+                float_tile(panel, o.cols, x + t * ldx, ldx, tokens - 1, scratch)
+            for i in range(tokens):
+                tile = scratch + 4 * i * width
+                for j in range(rows):
+                    finish(dst + (t + i) * ldd, load_f32(tile + 4 * j), o.bias, r + j, o.scale, o.add)
+
+
+@njit
+def _pack_columns(qt, w, stride, n0, n1, c0, cols, panel):
+    """panel[neuron][FLOAT_ROWS] = weights c0.. of each neuron's down row; columns past the end are 0."""
+    for n in range(n0, n1):
+        a, dst = w + n * stride, panel + 4 * (n - n0) * FLOAT_ROWS
+        for v in range(FLOAT_VECTORS):
+            c = c0 + v * LANES
+            if c + LANES <= cols:
+                store_w(dst + 4 * v * LANES, row16(qt, a, c))
+            else:
+                store_w(dst + 4 * v * LANES, zero_w())
+                for i in range(max(0, cols - c)):
+                    store_f32(dst + 4 * (v * LANES + i), row1(qt, a, c + i))
+
+
+@njit
+def matmul_columns(o, c0, c1, n_tok, x, ldx, dst, ldd, scratch):
+    """dst[t][c] += scale * (sum over neurons n of x[t][n] * w3[n][c] + bias[c]) for c0 <= c < c1.
+
+    w3, stride3, qt3: down columns, one row per neuron (o.rows of them), o.cols long; x: f32 activations.
+    Neurons are added in order of id, DEPTH at a time.
+    """
+    panel = scratch + TILE_BYTES
+    for c in range(c0, c1, FLOAT_ROWS):
+        width = min(FLOAT_ROWS, c1 - c)
+        for n in range(0, o.rows, DEPTH):
+            end = min(n + DEPTH, o.rows)
+            _pack_columns(o.qt3, o.w3, o.stride3, n, end, c, o.cols, panel)
+            bias = o.bias if n == 0 else 0
+            for t in range(0, n_tok, TILE_TOKENS):
+                tokens = min(TILE_TOKENS, n_tok - t)
+                float_tile(panel, end - n, x + t * ldx + 4 * n, ldx, tokens - 1, scratch)
+                for i in range(tokens):
+                    for j in range(width):
+                        y = load_f32(scratch + 4 * (i * FLOAT_ROWS + j))
+                        finish(dst + (t + i) * ldd, y, bias, c + j, o.scale, True)

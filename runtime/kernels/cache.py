@@ -1,0 +1,59 @@
+"""Where compiled kernels are kept, so that they are compiled once per machine and never served stale.
+
+In: the kernels' source files. Out: compile_cached(). Next: engine.py.
+
+Numba's own check sees only the file that holds the cached function, so an edited kernel in another file would silently
+run old code. The folder's name therefore carries a hash of all kernel sources, of the versions and of the CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+import platformdirs
+
+
+def cache_folder() -> Path:
+    """The folder of compiled kernels for these sources on this machine."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    features = sorted(name for name, on in (llvm.get_host_cpu_features() or {}).items() if on)
+    versions = (sys.version, numba.__version__, llvmlite.__version__, np.__version__)
+    digest.update(repr((versions, llvm.get_host_cpu_name(), features)).encode())
+    return Path(platformdirs.user_cache_dir("hotcold", appauthor=False)) / f"kernels-{digest.hexdigest()[:16]}"
+
+
+def compile_cached(functions: list[tuple[Any, tuple]], notify: Callable[[str], None]) -> None:
+    """Compile (or load) njit functions for the given argument types; `notify` is told when that takes time."""
+    pending = [(f, signature) for f, signature in functions if signature not in f.overloads]
+    if not pending:
+        return
+    folder = cache_folder()
+    before = numba.config.CACHE_DIR
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        compiled = {path.name.split("-")[0] for path in folder.rglob("*.nbi")}
+        numba.config.CACHE_DIR = str(folder)  # read when a function's cache is enabled
+        for f, _ in pending:
+            f.enable_caching()
+    except (OSError, RuntimeError) as error:  # a folder that cannot be written
+        notify(f"compiled kernels cannot be kept in {folder} ({error}): compiling them at every start")
+        compiled = set()
+    finally:
+        numba.config.CACHE_DIR = before
+    new = any(f"walk.{f.py_func.__name__}" not in compiled for f, _ in pending)
+    if new:
+        notify("compiling the kernels for this CPU: once, about half a minute ...")
+    for f, signature in pending:
+        f.compile(signature)
+    if new:
+        notify("kernels compiled")

@@ -1,0 +1,319 @@
+"""Row kernels: dot products with rows of a weight matrix, and sums of scaled rows, for every native format.
+
+In: addresses of rows and activations. Out: dot4, axpy4, matvec, row16. Next: blocks.py (many tokens), ffn.py.
+
+Every dot product of one row has one order of additions, whichever rows it is computed beside: exact mode equals dense
+mode bit for bit because of that. Columns: any number for float formats, multiples of 32 for block formats.
+Activations: f32[n] at `x` for float formats, act blocks (formats.py) at `xb` for block formats.
+"""
+
+import numpy as np
+from numba import njit
+
+from .formats import ACT_BYTES, ACT_D, ACT_SUMS, BF16, F16, F32, Q4_0, Q4_0_BYTES, Q8_0, Q8_0_BYTES
+from .simd import (
+    add_w,
+    dpbusd,
+    fma,
+    fma_w,
+    hsum,
+    hsum_w,
+    load_b32,
+    load_bf16,
+    load_dup,
+    load_f16,
+    load_f32,
+    load_nibbles,
+    load_s8w,
+    load_s16,
+    load_u8w,
+    load_v,
+    load_vb,
+    load_vh,
+    load_w,
+    load_wb,
+    load_wh,
+    low_nibble_w,
+    offset128,
+    prefetch_l1,
+    prefetch_l2,
+    shl4,
+    shr4w,
+    splat,
+    splat_w,
+    store_f32,
+    store_v,
+    store_w,
+    to_f32,
+    to_f32w,
+    vadd,
+    vmul,
+    vzero,
+    zero_w,
+)
+
+ZERO = np.float32(0.0)
+ONE = np.float32(1.0)
+
+
+# ------------------------------------------------------------------ float formats
+
+
+def _float_format(load16, load8, load1, size):
+    step, step8 = 16 * size, 8 * size
+
+    @njit
+    def dot(a, n, x):
+        s0, s1, s2, s3 = zero_w(), zero_w(), zero_w(), zero_w()
+        for _ in range(n // 64):
+            s0 = fma_w(load16(a), load_w(x), s0)
+            s1 = fma_w(load16(a + step), load_w(x + 64), s1)
+            s2 = fma_w(load16(a + 2 * step), load_w(x + 128), s2)
+            s3 = fma_w(load16(a + 3 * step), load_w(x + 192), s3)
+            a += 4 * step
+            x += 256
+        tail = vzero()
+        for _ in range(n % 64 // 8):
+            tail = fma(load8(a), load_v(x), tail)
+            a += step8
+            x += 32
+        y = hsum_w(add_w(add_w(s0, s1), add_w(s2, s3))) + hsum(tail)
+        for _ in range(n % 8):
+            y += load1(a) * load_f32(x)
+            a += size
+            x += 4
+        return y
+
+    @njit
+    def dot4(a0, a1, a2, a3, n, x):
+        return dot(a0, n, x), dot(a1, n, x), dot(a2, n, x), dot(a3, n, x)
+
+    @njit
+    def axpy4(a0, a1, a2, a3, c0, c1, c2, c3, n, acc):
+        w0, w1, w2, w3 = splat_w(c0), splat_w(c1), splat_w(c2), splat_w(c3)
+        for _ in range(n // 16):
+            s = fma_w(load16(a0), w0, load_w(acc))
+            s = fma_w(load16(a1), w1, s)
+            s = fma_w(load16(a2), w2, s)
+            store_w(acc, fma_w(load16(a3), w3, s))
+            a0 += step
+            a1 += step
+            a2 += step
+            a3 += step
+            acc += 64
+        for _ in range(n % 16 // 8):
+            t = fma(load8(a0), splat(c0), load_v(acc))
+            t = fma(load8(a1), splat(c1), t)
+            t = fma(load8(a2), splat(c2), t)
+            store_v(acc, fma(load8(a3), splat(c3), t))
+            a0 += step8
+            a1 += step8
+            a2 += step8
+            a3 += step8
+            acc += 32
+        for _ in range(n % 8):
+            y = load_f32(acc) + load1(a0) * c0
+            y = y + load1(a1) * c1
+            y = y + load1(a2) * c2
+            store_f32(acc, y + load1(a3) * c3)
+            a0 += size
+            a1 += size
+            a2 += size
+            a3 += size
+            acc += 4
+
+    return dot, dot4, axpy4
+
+
+dot_f32, dot4_f32, axpy4_f32 = _float_format(load_w, load_v, load_f32, 4)
+dot_f16, dot4_f16, axpy4_f16 = _float_format(load_wh, load_vh, load_f16, 2)
+dot_bf16, dot4_bf16, axpy4_bf16 = _float_format(load_wb, load_vb, load_bf16, 2)
+
+
+# ------------------------------------------------------------------ block formats
+
+
+@njit
+def _q8_block(a, q, sums, d, acc):
+    return fma(to_f32(dpbusd(shl4(sums), offset128(load_b32(a + 2)), q)), vmul(splat(load_f16(a)), d), acc)
+
+
+@njit
+def _q4_block(a, q, sums, d, acc):
+    return fma(to_f32(dpbusd(sums, load_nibbles(a + 2), q)), vmul(splat(load_f16(a)), d), acc)
+
+
+@njit
+def _q8_scaled(a, c, lo, hi):
+    d = splat_w(load_f16(a) * c)
+    return fma_w(to_f32w(load_s8w(a + 2)), d, lo), fma_w(to_f32w(load_s8w(a + 18)), d, hi)
+
+
+@njit
+def _q4_scaled(a, c, lo, hi):
+    d, bytes16 = splat_w(load_f16(a) * c), load_u8w(a + 2)
+    return fma_w(low_nibble_w(bytes16), d, lo), fma_w(low_nibble_w(shr4w(bytes16)), d, hi)
+
+
+def _block_format(block, scaled, size, ahead):
+    """`ahead`: bytes between the block being read and the one being prefetched (0: leave it to the hardware)."""
+
+    @njit
+    def dot(a, n, xb):
+        s0, s1 = vzero(), vzero()
+        for _ in range(n // 64):
+            if ahead:
+                prefetch_l2(a + ahead)
+            s0 = block(a, load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D), s0)
+            a += size
+            xb += ACT_BYTES
+            s1 = block(a, load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D), s1)
+            a += size
+            xb += ACT_BYTES
+        if n % 64:
+            s0 = block(a, load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D), s0)
+        return hsum(vadd(s0, s1))
+
+    @njit
+    def dot4(a0, a1, a2, a3, n, xb):
+        """Same order of additions per row as `dot`; the activations are loaded once for four rows."""
+        s0, s1, s2, s3 = vzero(), vzero(), vzero(), vzero()
+        t0, t1, t2, t3 = vzero(), vzero(), vzero(), vzero()
+        for _ in range(n // 64):
+            if ahead:
+                prefetch_l2(a0 + ahead)
+                prefetch_l2(a1 + ahead)
+                prefetch_l2(a2 + ahead)
+                prefetch_l2(a3 + ahead)
+            q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
+            s0 = block(a0, q, m, d, s0)
+            s1 = block(a1, q, m, d, s1)
+            s2 = block(a2, q, m, d, s2)
+            s3 = block(a3, q, m, d, s3)
+            xb += ACT_BYTES
+            q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
+            t0 = block(a0 + size, q, m, d, t0)
+            t1 = block(a1 + size, q, m, d, t1)
+            t2 = block(a2 + size, q, m, d, t2)
+            t3 = block(a3 + size, q, m, d, t3)
+            xb += ACT_BYTES
+            a0 += 2 * size
+            a1 += 2 * size
+            a2 += 2 * size
+            a3 += 2 * size
+        if n % 64:
+            q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
+            s0 = block(a0, q, m, d, s0)
+            s1 = block(a1, q, m, d, s1)
+            s2 = block(a2, q, m, d, s2)
+            s3 = block(a3, q, m, d, s3)
+        return hsum(vadd(s0, t0)), hsum(vadd(s1, t1)), hsum(vadd(s2, t2)), hsum(vadd(s3, t3))
+
+    @njit
+    def axpy4(a0, a1, a2, a3, c0, c1, c2, c3, n, acc):
+        for _ in range(n // 32):
+            lo, hi = load_w(acc), load_w(acc + 64)
+            lo, hi = scaled(a0, c0, lo, hi)
+            lo, hi = scaled(a1, c1, lo, hi)
+            lo, hi = scaled(a2, c2, lo, hi)
+            lo, hi = scaled(a3, c3, lo, hi)
+            store_w(acc, lo)
+            store_w(acc + 64, hi)
+            a0 += size
+            a1 += size
+            a2 += size
+            a3 += size
+            acc += 128
+
+    return dot, dot4, axpy4
+
+
+dot_q8, dot4_q8, axpy4_q8 = _block_format(_q8_block, _q8_scaled, Q8_0_BYTES, 0)
+dot_q4, dot4_q4, axpy4_q4 = _block_format(_q4_block, _q4_scaled, Q4_0_BYTES, 0)
+
+
+# ------------------------------------------------------------------ dispatch: one branch chain per four rows
+
+
+@njit
+def dot4(qt, a0, a1, a2, a3, n, x, xb):
+    """Dot products of four rows of format `qt` with x (f32[n] / act blocks); returns four f32."""
+    if qt == Q8_0:
+        return dot4_q8(a0, a1, a2, a3, n, xb)
+    if qt == Q4_0:
+        return dot4_q4(a0, a1, a2, a3, n, xb)
+    if qt == F16:
+        return dot4_f16(a0, a1, a2, a3, n, x)
+    if qt == BF16:
+        return dot4_bf16(a0, a1, a2, a3, n, x)
+    return dot4_f32(a0, a1, a2, a3, n, x)
+
+
+@njit
+def axpy4(qt, a0, a1, a2, a3, c0, c1, c2, c3, n, acc):
+    """acc[0:n] += c0*row0, then c1*row1, c2*row2, c3*row3: in this order, each product fused with its addition."""
+    if qt == Q8_0:
+        axpy4_q8(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+    elif qt == Q4_0:
+        axpy4_q4(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+    elif qt == F16:
+        axpy4_f16(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+    elif qt == BF16:
+        axpy4_bf16(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+    else:
+        axpy4_f32(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+
+
+@njit
+def row16(qt, a, i):
+    """Weights i..i+15 of the row at `a` as f32 (i a multiple of 16)."""
+    if qt == Q8_0:
+        a += i // 32 * Q8_0_BYTES
+        return fma_w(to_f32w(load_s8w(a + 2 + i % 32)), splat_w(load_f16(a)), zero_w())
+    if qt == Q4_0:
+        a += i // 32 * Q4_0_BYTES
+        bytes16 = load_u8w(a + 2)
+        return fma_w(low_nibble_w(shr4w(bytes16) if i % 32 else bytes16), splat_w(load_f16(a)), zero_w())
+    if qt == F16:
+        return load_wh(a + 2 * i)
+    if qt == BF16:
+        return load_wb(a + 2 * i)
+    return load_w(a + 4 * i)
+
+
+@njit
+def row1(qt, a, i):
+    """Weight i of a row of a float format."""
+    if qt == F16:
+        return load_f16(a + 2 * i)
+    if qt == BF16:
+        return load_bf16(a + 2 * i)
+    return load_f32(a + 4 * i)
+
+
+@njit
+def copy_row(qt, a, n, scale, dst):
+    """dst[0:n] = scale * row (f32)."""
+    for i in range(0, n - 15, 16):
+        store_w(dst + 4 * i, fma_w(row16(qt, a, i), splat_w(scale), zero_w()))
+    for i in range(n // 16 * 16, n):
+        store_f32(dst + 4 * i, row1(qt, a, i) * scale)
+
+
+# ------------------------------------------------------------------ dense matrix times one vector
+
+
+@njit
+def matvec(qt, w, stride, r0, r1, n, x, xb, dst):
+    """dst[r] = row r . x for r0 <= r < r1; dst is the address of row 0's result."""
+    for r in range(r0, r1, 4):
+        a = w + r * stride
+        last = r1 - 1 - r  # the final group repeats its last row
+        y = dot4(qt, a, a + min(1, last) * stride, a + min(2, last) * stride, a + min(3, last) * stride, n, x, xb)
+        store_f32(dst + 4 * r, y[0])
+        if last >= 1:
+            store_f32(dst + 4 * r + 4, y[1])
+        if last >= 2:
+            store_f32(dst + 4 * r + 8, y[2])
+        if last >= 3:
+            store_f32(dst + 4 * r + 12, y[3])

@@ -1,0 +1,362 @@
+"""SIMD for Numba: vector types backed by LLVM vectors, and intrinsics on raw int64 addresses.
+
+In: nothing. Out: types and intrinsics that the kernels are written in. Next: rows.py.
+
+A kernel written with these is ordinary @njit code in which every call becomes one or a few machine instructions.
+Everything takes addresses (int64), never arrays: no reference counts, no strides, no bounds, no GIL. Loads and stores
+are unaligned (align 1): rows of a GGUF are only 2-byte aligned.
+
+The instruction set is chosen once, when this module is imported, from the CPU's features: with VNNI the 8-bit dot
+product is one instruction, otherwise the same sum is spelled out in generic LLVM operations, right on any CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, models, register_model
+
+FEATURES = {name for name, on in (llvm.get_host_cpu_features() or {}).items() if on}
+VNNI_512 = "avx512vnni" in FEATURES and "avx512f" in FEATURES
+VNNI_256 = "avx512vnni" in FEATURES and "avx512vl" in FEATURES
+X86 = llvm.get_process_triple().startswith(("x86_64", "i686"))
+_DPBUSD_TAKES_BYTES = llvm.llvm_version_info[0] >= 22  # the intrinsic's operands became byte vectors in LLVM 22
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+VOID = ir.VoidType()
+_ELEMENTS = {"i8": I8, "i16": I16, "i32": I32, "f32": F32}
+
+addr = types.int64
+
+
+class VecType(types.Type):
+    """Numba type of an LLVM vector. Holds only str and int, so that it pickles into Numba's disk cache."""
+
+    def __init__(self, element: str, lanes: int) -> None:
+        self.element, self.lanes = element, lanes
+        super().__init__(f"{element}x{lanes}")
+
+    @property
+    def ll(self) -> ir.VectorType:
+        return ir.VectorType(_ELEMENTS[self.element], self.lanes)
+
+
+@register_model(VecType)
+class _VecModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: VecType) -> None:
+        super().__init__(dmm, fe_type, fe_type.ll)
+
+
+f32x8, i32x8, i8x32 = VecType("f32", 8), VecType("i32", 8), VecType("i8", 32)
+f32x16, i32x16, i8x64 = VecType("f32", 16), VecType("i32", 16), VecType("i8", 64)
+
+
+def emit(ret: types.Type, *arg_types: types.Type) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: f(builder, *llvm_values) -> llvm_value becomes an intrinsic of fixed signature."""
+
+    def decorate(f: Callable[..., Any]) -> Any:
+        def build() -> Any:
+            def codegen(context: Any, builder: ir.IRBuilder, sig: Any, values: Sequence[Any]) -> Any:
+                result = f(builder, *values)
+                return context.get_dummy_value() if ret is types.void else result
+
+            return ret(*arg_types), codegen
+
+        # Numba needs the exact number of arguments in the Python signature.
+        names = ", ".join(f"a{i}" for i in range(len(arg_types)))
+        scope: dict[str, Any] = {"build": build}
+        exec(f"def {f.__name__}(context{', ' + names if names else ''}): return build()", scope)  # noqa: S102
+        return intrinsic(scope[f.__name__])
+
+    return decorate
+
+
+# ------------------------------------------------------------------ IR helpers
+
+
+def call(b: ir.IRBuilder, name: str, ret: ir.Type, *args: Any, fastmath: tuple[str, ...] = ()) -> Any:
+    fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(ret, [a.type for a in args]), name)
+    return b.call(fn, args, fastmath=fastmath)
+
+
+def pointer(b: ir.IRBuilder, a: Any, ll: ir.Type) -> Any:
+    return b.inttoptr(a, ll.as_pointer())
+
+
+def load(b: ir.IRBuilder, a: Any, ll: ir.Type) -> Any:
+    value = b.load(pointer(b, a, ll))
+    value.align = 1
+    return value
+
+
+def store(b: ir.IRBuilder, a: Any, value: Any) -> None:
+    b.store(value, pointer(b, a, value.type)).align = 1
+
+
+def const(ll: ir.VectorType, values: Sequence[float]) -> ir.Constant:
+    return ir.Constant(ll, list(values))
+
+
+def splat_value(b: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
+    ll = ir.VectorType(scalar.type, lanes)
+    v = b.insert_element(ir.Constant(ll, ir.Undefined), scalar, I32(0))
+    return b.shuffle_vector(v, v, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+
+
+def shuffle(b: ir.IRBuilder, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
+
+
+def fma_value(b: ir.IRBuilder, x: Any, y: Any, acc: Any) -> Any:
+    return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, acc)
+
+
+def dpbusd_value(b: ir.IRBuilder, acc: Any, unsigned: Any, signed: Any) -> Any:
+    """acc[i] += sum over j of unsigned[4i+j] * signed[4i+j]; 8 or 16 lanes of i32."""
+    lanes = acc.type.count
+    if (lanes == 16 and VNNI_512) or (lanes == 8 and VNNI_256):
+        if not _DPBUSD_TAKES_BYTES:
+            unsigned, signed = b.bitcast(unsigned, acc.type), b.bitcast(signed, acc.type)
+        return call(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", acc.type, acc, unsigned, signed)
+    wide = ir.VectorType(I32, 4 * lanes)
+    products = b.mul(b.zext(unsigned, wide), b.sext(signed, wide))
+    for j in range(4):
+        acc = b.add(acc, shuffle(b, products, products, [4 * i + j for i in range(lanes)]))
+    return acc
+
+
+# ------------------------------------------------------------------ memory access
+
+
+def _loader(nty: types.Type, ll: ir.Type, convert: Callable[..., Any] | None = None) -> Any:
+    @emit(nty, addr)
+    def load_from(b: ir.IRBuilder, a: Any) -> Any:
+        value = load(b, a, ll)
+        return convert(b, value) if convert else value
+
+    return load_from
+
+
+def _storer(nty: types.Type, convert: Callable[..., Any] | None = None) -> Any:
+    @emit(types.void, addr, nty)
+    def store_to(b: ir.IRBuilder, a: Any, value: Any) -> None:
+        store(b, a, convert(b, value) if convert else value)
+
+    return store_to
+
+
+def _bf16(lanes: int) -> Callable[..., Any]:
+    wide = ir.VectorType(I32, lanes)
+    return lambda b, v: b.bitcast(b.shl(b.zext(v, wide), const(wide, [16] * lanes)), ir.VectorType(F32, lanes))
+
+
+def _half(lanes: int) -> Callable[..., Any]:
+    return lambda b, v: b.fpext(v, ir.VectorType(F32, lanes))
+
+
+H8, H16 = ir.VectorType(F16, 8), ir.VectorType(F16, 16)
+S8, S16 = ir.VectorType(I16, 8), ir.VectorType(I16, 16)
+B8, B16 = ir.VectorType(I8, 8), ir.VectorType(I8, 16)
+
+load_i32, store_i32 = _loader(types.int32, I32), _storer(types.int32)
+load_i64, store_i64 = _loader(types.int64, I64), _storer(types.int64)
+load_f32, store_f32 = _loader(types.float32, F32), _storer(types.float32)
+load_f16 = _loader(types.float32, F16, lambda b, v: b.fpext(v, F32))
+store_f16 = _storer(types.float32, lambda b, v: b.fptrunc(v, F16))
+load_bf16 = _loader(types.float32, I16, lambda b, v: b.bitcast(b.shl(b.zext(v, I32), I32(16)), F32))
+load_i8 = _loader(types.int32, I8, lambda b, v: b.sext(v, I32))
+load_u8 = _loader(types.int32, I8, lambda b, v: b.zext(v, I32))
+
+# 8 lanes
+load_v, store_v = _loader(f32x8, f32x8.ll), _storer(f32x8)
+load_vh = _loader(f32x8, H8, _half(8))
+load_vb = _loader(f32x8, S8, _bf16(8))
+load_dup = _loader(f32x8, F32, lambda b, v: splat_value(b, v, 8))
+load_b32 = _loader(i8x32, i8x32.ll)
+load_s16 = _loader(i32x8, S8, lambda b, v: b.sext(v, i32x8.ll))
+store_s16 = _storer(i32x8, lambda b, v: b.trunc(v, S8))
+store_s8 = _storer(i32x8, lambda b, v: b.trunc(v, B8))
+
+# 16 lanes
+load_w, store_w = _loader(f32x16, f32x16.ll), _storer(f32x16)
+load_wh = _loader(f32x16, H16, _half(16))
+store_wh = _storer(f32x16, lambda b, v: b.fptrunc(v, H16))
+load_wb = _loader(f32x16, S16, _bf16(16))
+load_s8w = _loader(i32x16, B16, lambda b, v: b.sext(v, i32x16.ll))
+load_u8w = _loader(i32x16, B16, lambda b, v: b.zext(v, i32x16.ll))
+
+
+def _prefetcher(locality: int) -> Any:
+    @emit(types.void, addr)
+    def prefetch(b: ir.IRBuilder, a: Any) -> None:
+        call(b, "llvm.prefetch.p0", VOID, pointer(b, a, I8), I32(0), I32(locality), I32(1))
+
+    return prefetch
+
+
+prefetch_l1, prefetch_l2 = _prefetcher(3), _prefetcher(2)
+
+
+# ------------------------------------------------------------------ arithmetic, 8 and 16 lanes
+
+
+def _float_ops(ty: VecType) -> tuple[Any, ...]:
+    lanes = ty.lanes
+
+    @emit(ty, types.float32)
+    def splat(b, s):
+        return splat_value(b, s, lanes)
+
+    @emit(ty)
+    def zero(b):
+        return const(ty.ll, [0.0] * lanes)
+
+    @emit(ty, ty, ty, ty)
+    def fma(b, x, y, acc):
+        return fma_value(b, x, y, acc)
+
+    @emit(ty, ty, ty)
+    def add(b, x, y):
+        return b.fadd(x, y)
+
+    @emit(ty, ty, ty)
+    def mul(b, x, y):
+        return b.fmul(x, y)
+
+    @emit(types.float32, ty)
+    def total(b, v):  # a fixed tree: the order of additions never depends on the caller
+        while v.type.count > 1:
+            half = v.type.count // 2
+            v = b.fadd(shuffle(b, v, v, range(half)), shuffle(b, v, v, range(half, 2 * half)))
+        return b.extract_element(v, I32(0))
+
+    return splat, zero, fma, add, mul, total
+
+
+splat, vzero, fma, vadd, vmul, hsum = _float_ops(f32x8)
+splat_w, zero_w, fma_w, add_w, mul_w, hsum_w = _float_ops(f32x16)
+
+
+@emit(f32x16, f32x16, f32x16)
+def sub_w(b, x, y):
+    return b.fsub(x, y)
+
+
+@emit(f32x16, f32x16, f32x16)
+def div_w(b, x, y):
+    return b.fdiv(x, y)
+
+
+@emit(f32x16, f32x16, f32x16)
+def max_w(b, x, y):
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+@emit(f32x16, f32x16, f32x16)
+def min_w(b, x, y):
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
+
+
+@emit(f32x8, f32x8, f32x8)
+def vmax(b, x, y):
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+@emit(f32x8, f32x8)
+def vabs(b, x):
+    return call(b, "llvm.fabs.v8f32", f32x8.ll, x)
+
+
+@emit(types.float32, f32x8)
+def hmax(b, v):
+    return call(b, "llvm.vector.reduce.fmax.v8f32", F32, v, fastmath=("nnan",))
+
+
+@emit(i32x16, f32x16)
+def round_w(b, x):
+    return b.fptosi(call(b, "llvm.rint.v16f32", f32x16.ll, x), i32x16.ll)
+
+
+@emit(i32x8, f32x8)
+def round_v(b, x):
+    return b.fptosi(call(b, "llvm.rint.v8f32", f32x8.ll, x), i32x8.ll)
+
+
+@emit(f32x16, f32x16, i32x16)
+def ldexp_w(b, x, n):  # x * 2**n through the exponent field; the caller clamps n
+    shifted = b.shl(n, const(i32x16.ll, [23] * 16))
+    return b.bitcast(b.add(b.bitcast(x, i32x16.ll), shifted), f32x16.ll)
+
+
+@emit(f32x8, i32x8)
+def to_f32(b, x):
+    return b.sitofp(x, f32x8.ll)
+
+
+@emit(f32x16, i32x16)
+def to_f32w(b, x):
+    return b.sitofp(x, f32x16.ll)
+
+
+# ------------------------------------------------------------------ quantized weights
+
+
+@emit(i32x8)
+def izero(b):
+    return const(i32x8.ll, [0] * 8)
+
+
+@emit(i32x8, i32x8)
+def ineg(b, x):
+    return b.sub(const(i32x8.ll, [0] * 8), x)
+
+
+@emit(i32x8, i32x8)
+def shl4(b, x):
+    return b.shl(x, const(i32x8.ll, [4] * 8))
+
+
+@emit(types.int32, i32x8)
+def isum(b, v):
+    return call(b, "llvm.vector.reduce.add.v8i32", I32, v)
+
+
+@emit(i32x8, i32x8, i8x32, i8x32)
+def dpbusd(b, acc, unsigned, signed):
+    return dpbusd_value(b, acc, unsigned, signed)
+
+
+@emit(i8x32)
+def eights(b):
+    return const(i8x32.ll, [8] * 32)
+
+
+@emit(i8x32, i8x32)
+def offset128(b, v):  # s8 -> u8, larger by 128
+    return b.xor(v, const(i8x32.ll, [128] * 32))
+
+
+@emit(i8x32, addr)
+def load_nibbles(b, a):  # 16 bytes -> 32 values 0..15, the low nibbles first
+    v = shuffle(b, *[load(b, a, B16)] * 2, [i % 16 for i in range(32)])
+    v = b.lshr(b.bitcast(v, i32x8.ll), const(i32x8.ll, [0] * 4 + [4] * 4))
+    return b.and_(b.bitcast(v, i8x32.ll), const(i8x32.ll, [15] * 32))
+
+
+@emit(f32x16, i32x16)
+def low_nibble_w(b, v):  # (v & 15) - 8
+    nibble = b.and_(v, const(i32x16.ll, [15] * 16))
+    if VNNI_512:  # one table look-up instead of and, subtract, convert; it reads only the low four bits of an index
+        table = const(f32x16.ll, [float(i - 8) for i in range(16)])
+        return call(b, "llvm.x86.avx512.permvar.sf.512", f32x16.ll, table, v)
+    return b.sitofp(b.sub(nibble, const(i32x16.ll, [8] * 16)), f32x16.ll)
+
+
+@emit(i32x16, i32x16)
+def shr4w(b, v):
+    return b.lshr(v, const(i32x16.ll, [4] * 16))

@@ -1,0 +1,283 @@
+"""The one function each worker thread runs: wait for work, walk the operator program, meet the others at barriers.
+
+In: the program (array of OP records, made by program.py), the control words, this thread's number. Out: buffers filled
+in place. Next: engine.py, which owns threads and buffers.
+
+Work is split inside an operator by rows, tokens, heads or neurons; a record with sync = 1 is followed by a barrier.
+Small vector work of a single token is repeated by every thread into private memory: 1 us, cheaper than sharing it.
+"""
+
+import numpy as np
+from numba import njit
+
+from .attention import attend, store_cache
+from .blocks import matmul, matmul_columns
+from .ffn import sparse_ffn
+from .rows import ONE, ZERO, axpy4, copy_row, matvec
+from .simd import load_f32, load_i64, store_f32, store_i64
+from .sync import atomic_load, atomic_store, atomic_swap, barrier, pause
+from .tiles import FLOAT_ROWS
+from .vector import activate, gate, layer_norm, quantize, rms_norm, rotate
+
+# One operator. Addresses are int64; `ld_*` are bytes from one token to the next. private = 1: the activations it reads
+# (MATMUL, FFN) or writes (NORM, QUANT) are this thread's own copy, in its arena. What else a field means to an operator
+# is said where the operator is defined, here and in program.py.
+OP = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "op", "sync", "layer", "head_only",
+            "rows", "cols", "unit",
+            "qt", "w", "stride", "qt2", "w2", "stride2", "qt3", "w3", "stride3", "bias", "bias2",
+            "src", "ld_src", "srcb", "ld_srcb", "dst", "ld_dst", "dstb", "ld_dstb", "aux", "aux2",
+            "private", "window", "flag", "act", "sparse", "add", "quant",
+        )
+    ]  # fmt: skip
+    + [(name, np.float32) for name in ("scale", "threshold", "eps", "padding")],
+    align=True,
+)
+
+EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN = range(10)
+
+# Control block: int64 words. The first ones, where threads spin, have a cache line each.
+GO, ARRIVED, RELEASED, ABORT = (8 * i for i in range(4))
+# Arguments of a run, written before GO is raised.
+(
+    A_PROGRAM, A_TOKENS, A_N_TOK, A_POS, A_FIRST_OUT, A_LOGITS, A_COUNTS, A_ARENA, A_ARENA_SIZE, A_COS, A_SIN,
+    A_ROPE_ROW,
+) = range(32, 44)  # fmt: skip
+OWN = 48  # one line per thread from here: parked flag, last run seen, barriers passed
+OWN_PARKED, OWN_SEEN, OWN_PHASE = 0, 1, 2
+
+EXIT = -1  # number of tokens that tells the workers to leave
+IDLE_SPINS = 400  # pauses a worker waits for the next run before it parks in Python: about 20 us
+
+
+def control_words(n_threads: int) -> int:
+    """Length of the control block."""
+    return OWN + 8 * n_threads
+
+
+@njit
+def share(total, unit, t, n_threads):
+    """This thread's range of `total` items, in whole units."""
+    units = (total + unit - 1) // unit
+    return min(total, units * t // n_threads * unit), min(total, units * (t + 1) // n_threads * unit)
+
+
+@njit
+def _tokens(o, t, n_threads, first, n_tok):
+    """Token range of a vector operator: all of them into private memory, or this thread's part of a shared buffer."""
+    if o.private:
+        return first, n_tok
+    r0, r1 = share(n_tok - first, 1, t, n_threads)
+    return first + r0, first + r1
+
+
+@njit
+def _embed(o, t, n_threads, n_tok, tokens, pos):
+    r0, r1 = share(n_tok, 1, t, n_threads)
+    for i in range(r0, r1):
+        dst = o.dst + i * o.ld_dst
+        copy_row(o.qt, o.w + load_i64(tokens + 8 * i) * o.stride, o.cols, o.scale, dst)
+        if o.w2:  # learned positions
+            row = o.w2 + (pos + i) * o.stride2
+            axpy4(o.qt2, row, row, row, row, ONE, ZERO, ZERO, ZERO, o.cols, dst)
+
+
+@njit
+def _norm(o, src, dst, dstb):
+    if o.flag:
+        layer_norm(src, o.w, o.bias, dst, o.cols, o.eps)
+    else:
+        rms_norm(src, o.w, dst, o.cols, o.eps)
+    if o.quant:
+        quantize(dst, dstb, o.cols)
+
+
+@njit
+def _head_norm(x, w, head_dim, eps):
+    if w:
+        rms_norm(x, w, x, head_dim, eps)
+
+
+@njit
+def _rope(o, t, n_threads, n_tok, pos, cos, sin, rope_row):
+    """rows = n_head, cols = n_head_kv, unit = head_dim; src/dst/dstb = q, k, v; w, w2 = q and k norm weights;
+    w3/aux = K/V cache; aux2 = n_ctx; stride3 = bytes of a cache row; qt = cache type; stride = rotated dims."""
+    hd = o.unit
+    heads = o.rows + o.cols
+    i0, i1 = share(n_tok * heads, 1, t, n_threads)
+    for item in range(i0, i1):
+        tok, head = item // heads, item % heads
+        c, s = cos + (pos + tok) * rope_row, sin + (pos + tok) * rope_row
+        if head < o.rows:
+            q = o.src + tok * o.ld_src + 4 * head * hd
+            _head_norm(q, o.w, hd, o.eps)
+            rotate(q, o.stride, o.flag, c, s)
+        else:
+            kv = head - o.rows
+            k = o.dst + tok * o.ld_dst + 4 * kv * hd
+            v = o.dstb + tok * o.ld_dstb + 4 * kv * hd
+            _head_norm(k, o.w2, hd, o.eps)
+            rotate(k, o.stride, o.flag, c, s)
+            row = (kv * o.aux2 + pos + tok) * o.stride3
+            store_cache(o.qt, o.w3 + row, k, hd)
+            store_cache(o.qt, o.aux + row, v, hd)
+
+
+@njit
+def _attend(o, t, n_threads, n_tok, pos, scores):
+    """Same fields as _rope; window > 0: a token sees itself and the window-1 before it. Heads are dealt round-robin:
+    later tokens of a block see more."""
+    hd = o.unit
+    group = o.rows // o.cols
+    for item in range(t, n_tok * o.rows, n_threads):
+        tok, head = item // o.rows, item % o.rows
+        end = pos + tok + 1
+        start = max(0, end - o.window) if o.window else 0
+        row = (head // group * o.aux2 + start) * o.stride3
+        q = o.src + tok * o.ld_src + 4 * head * hd
+        out = o.dst + tok * o.ld_dst + 4 * head * hd
+        attend(o.qt, q, o.w3 + row, o.aux + row, end - start, hd, o.scale, scores, out)
+
+
+@njit
+def _matmul(o, t, n_threads, first, n_tok, own, scratch, logits):
+    r0, r1 = share(o.rows, FLOAT_ROWS if n_tok - first > 1 else 4, t, n_threads)
+    src, srcb = (o.src + own, o.srcb + own) if o.private else (o.src, o.srcb)
+    dst = o.dst if o.dst else logits - first * o.ld_dst
+    n = n_tok - first
+    if n == 1 and not (o.bias or o.add):
+        matvec(o.qt, o.w, o.stride, r0, r1, o.cols, src + first * o.ld_src, srcb + first * o.ld_srcb,
+               dst + first * o.ld_dst)
+        if o.scale != 1:
+            for r in range(r0, r1):
+                at = dst + first * o.ld_dst + 4 * r
+                store_f32(at, load_f32(at) * o.scale)
+        return
+    matmul(o, r0, r1, n, src + first * o.ld_src, o.ld_src, srcb + first * o.ld_srcb, o.ld_srcb,
+           dst + first * o.ld_dst, o.ld_dst, scratch)
+
+
+@njit
+def _reduce(o, t, n_threads, arena_size):
+    """dst += scale * (sum over threads of their accumulators + bias), threads in order."""
+    r0, r1 = share(o.cols, 16, t, n_threads)
+    for j in range(r0, r1):
+        s = load_f32(o.src + 4 * j)
+        for k in range(1, n_threads):
+            s += load_f32(o.src + k * arena_size + 4 * j)
+        if o.bias:
+            s += load_f32(o.bias + 4 * j)
+        store_f32(o.dst + 4 * j, load_f32(o.dst + 4 * j) + s * o.scale)
+
+
+@njit
+def _activate(o, t, n_threads, n_tok):
+    """src (keys) and srcb (up, 0 if not gated) -> src, tokens split over threads."""
+    r0, r1 = share(n_tok, 1, t, n_threads)
+    for i in range(r0, r1):
+        p = o.src + i * o.ld_src
+        activate(o.act, o.threshold, p, p, o.cols)
+        if o.srcb:
+            gate(o.act, p, o.srcb + i * o.ld_srcb, p, o.cols)
+
+
+@njit
+def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
+    """One operator of the program for this thread."""
+    own = t * load_i64(ctl + 8 * A_ARENA_SIZE)  # from a private buffer of thread 0 to this thread's
+    scratch = load_i64(ctl + 8 * A_ARENA) + own
+    first = first_out if o.head_only else 0
+    if o.op == MATMUL:
+        if n_tok > first:
+            _matmul(o, t, n_threads, first, n_tok, own, scratch, load_i64(ctl + 8 * A_LOGITS))
+    elif o.op == FFN:
+        n = sparse_ffn(o, t, n_threads, o.src + own, o.srcb + own, o.aux, o.aux2 + own, o.dstb + own, o.dst + own)
+        at = load_i64(ctl + 8 * A_COUNTS) + 8 * (o.layer * n_threads + t)
+        store_i64(at, load_i64(at) + n)
+    elif o.op == NORM or o.op == QUANT:
+        r0, r1 = _tokens(o, t, n_threads, first, n_tok)
+        for i in range(r0, r1):
+            src = o.src + i * o.ld_src
+            dst = o.dst + i * o.ld_dst + (own if o.private else 0)
+            dstb = o.dstb + i * o.ld_dstb + (own if o.private else 0)
+            if o.op == NORM:
+                _norm(o, src, dst, dstb)
+            else:
+                quantize(src, dstb, o.cols)
+    elif o.op == ROPE:
+        _rope(o, t, n_threads, n_tok, pos, load_i64(ctl + 8 * A_COS), load_i64(ctl + 8 * A_SIN),
+              load_i64(ctl + 8 * A_ROPE_ROW))
+    elif o.op == ATTEND:
+        _attend(o, t, n_threads, n_tok, pos, scratch)
+    elif o.op == REDUCE:
+        _reduce(o, t, n_threads, load_i64(ctl + 8 * A_ARENA_SIZE))
+    elif o.op == ACTIVATE:
+        _activate(o, t, n_threads, n_tok)
+    elif o.op == DOWN:
+        c0, c1 = share(o.cols, FLOAT_ROWS, t, n_threads)
+        matmul_columns(o, c0, c1, n_tok, o.src, o.ld_src, o.dst, o.ld_dst, scratch)
+    elif o.op == EMBED:
+        _embed(o, t, n_threads, n_tok, load_i64(ctl + 8 * A_TOKENS), pos)
+
+
+@njit
+def _run(program, t, n_threads, ctl):
+    """All operators for the tokens of this run; ends early, with the whole team, when ABORT is raised."""
+    phase_word = ctl + 8 * (OWN + 8 * t + OWN_PHASE)
+    n_tok = load_i64(ctl + 8 * A_N_TOK)
+    pos = load_i64(ctl + 8 * A_POS)
+    first_out = load_i64(ctl + 8 * A_FIRST_OUT)
+    for i in range(len(program)):
+        o = program[i]
+        _step(o, t, n_threads, n_tok, pos, first_out, ctl)
+        if o.sync:
+            phase = load_i64(phase_word) + 1
+            store_i64(phase_word, phase)
+            if barrier(ctl + 8 * ARRIVED, n_threads, phase, ctl + 8 * ABORT):
+                return
+
+
+@njit
+def _wait(ctl, own, seen):
+    """Spin a little for the next run. False: this worker is parked, and will be woken through its semaphore."""
+    for _ in range(IDLE_SPINS):
+        if atomic_load(ctl + 8 * GO) > seen:
+            return True
+        pause()
+    atomic_swap(own + 8 * OWN_PARKED, 1)
+    # A run raised meanwhile either finds the flag (and wakes the semaphore) or is seen here.
+    return atomic_load(ctl + 8 * GO) > seen and atomic_swap(own + 8 * OWN_PARKED, 0) == 1
+
+
+@njit(nogil=True)
+def serve(token_program, block_program, t, n_threads, ctl):
+    """Body of worker t. Returns 1: a run is finished (only thread 0 says so), 0: parked, -1: leave.
+
+    ctl: address of the control block. The programs are arrays of OP.
+    """
+    own = ctl + 8 * (OWN + 8 * t)
+    while True:
+        seen = load_i64(own + 8 * OWN_SEEN)
+        if not _wait(ctl, own, seen):
+            return 0
+        store_i64(own + 8 * OWN_SEEN, seen + 1)
+        if load_i64(ctl + 8 * A_N_TOK) == EXIT:
+            return -1
+        _run(token_program if load_i64(ctl + 8 * A_PROGRAM) == 0 else block_program, t, n_threads, ctl)
+        if t == 0:
+            return 1
+
+
+@njit
+def raise_go(ctl):
+    """Start a run: everything written before is seen by the workers that see this."""
+    atomic_store(ctl + 8 * GO, load_i64(ctl + 8 * GO) + 1)
+
+
+@njit
+def claim_parked(ctl, t):
+    """True if worker t is parked; it is then the caller's to wake."""
+    return atomic_swap(ctl + 8 * (OWN + 8 * t + OWN_PARKED), 0) == 1

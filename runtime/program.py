@@ -1,0 +1,283 @@
+"""Plan -> flat arrays of operator records, with addresses and barriers, for the CPU's workers.
+
+In: Plan and Buffers. Out: two arrays of kernels.walk.OP (one token; a block of tokens). Next: engine.py.
+
+Barriers are derived, not written: one is needed before an operator that touches a shared buffer which an operator
+since the last barrier wrote (or writes one that was read). Private buffers never need one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import schema
+from .config import ModelConfig
+from .kernels import formats, walk
+from .kernels.blocks import panel_bytes
+from .kernels.ffn import LIST_PADDING
+from .kernels.vector import ACTIVATION_CODES
+from .plan import Op, Plan
+
+KV_TYPES = {"f16": formats.F16, "f32": formats.F32}
+_PAGE = 4096
+_PRIVATE = ("h", "hq")  # of the token program: every thread makes its own copy
+_OPCODES = {
+    "embed": walk.EMBED,
+    "norm": walk.NORM,
+    "quant": walk.QUANT,
+    "matmul": walk.MATMUL,
+    "rope": walk.ROPE,
+    "attend": walk.ATTEND,
+    "ffn": walk.FFN,
+    "reduce": walk.REDUCE,
+    "activate": walk.ACTIVATE,
+    "down": walk.DOWN,
+}
+
+
+def aligned(n_bytes: int) -> np.ndarray:
+    """Zeroed uint8 memory that starts on a page; the pages are the system's until they are written."""
+    raw = np.zeros(n_bytes + _PAGE, np.uint8)
+    start = -raw.ctypes.data % _PAGE
+    return raw[start : start + n_bytes]
+
+
+def _padded(n: int) -> int:
+    return (n + 63) // 64 * 64
+
+
+@dataclass(frozen=True)
+class Area:
+    """A buffer: address and bytes per token of its f32 values and of its act blocks (0: it has none)."""
+
+    addr: int
+    ld: int
+    addr_b: int = 0
+    ld_b: int = 0
+
+
+class Buffers:
+    """All memory that a run writes: activations, KV cache, each thread's arena. Mutable state, one owner: the engine."""
+
+    def __init__(self, config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str) -> None:
+        c = config
+        self.n_ctx, self.n_batch, self.kv_type = n_ctx, n_batch, KV_TYPES[kv_type]
+        self._memory: list[np.ndarray] = []
+        q, kv, n_ff = c.n_head * c.head_dim, c.n_head_kv * c.head_dim, max(c.n_ff)
+        sizes = {"x": c.n_embd, "h": c.n_embd, "hq": max(q, n_ff), "q": q, "k": kv, "v": kv, "att": q, "g": n_ff}
+        if c.gated:
+            sizes["u"] = n_ff
+        self.shared = {name: self._activations(size, n_batch) for name, size in sizes.items()}
+        self.cache_row = c.head_dim * (2 if self.kv_type == formats.F16 else 4)
+        cache_bytes = c.n_head_kv * n_ctx * self.cache_row
+        self.cache = [(self._new(cache_bytes), self._new(cache_bytes)) for _ in range(c.n_layer)]
+        self._make_arena(c, n_threads, max(q, n_ff))
+
+    def _new(self, n_bytes: int) -> int:
+        memory = aligned(n_bytes)
+        self._memory.append(memory)
+        return memory.ctypes.data
+
+    def _activations(self, size: int, n_tok: int) -> Area:
+        ld, ld_b = 4 * _padded(size), formats.ACT_BYTES * (_padded(size) // formats.BLOCK)
+        return Area(self._new(ld * n_tok), ld, self._new(ld_b * n_tok), ld_b)
+
+    def _make_arena(self, c: ModelConfig, n_threads: int, widest: int) -> None:
+        """Per thread: scratch at offset 0, then the private buffers of the token program."""
+        lists = 4 * (_padded(max(c.n_ff)) + LIST_PADDING)
+        scratch = max(panel_bytes(max(c.n_embd, widest)), 4 * (self.n_ctx + 64))
+        layout = {
+            "scratch": scratch,
+            "h": 4 * _padded(c.n_embd),
+            "h_b": 2 * _padded(c.n_embd),
+            "hq_b": 2 * _padded(widest),
+            "ids": lists,
+            "values": lists,
+            "acc": 4 * _padded(c.n_embd),
+        }
+        offsets, total = {}, 0
+        for name, size in layout.items():
+            offsets[name] = total
+            total += (size + 127) // 64 * 64  # a free line between buffers
+        self.arena_size = (total + _PAGE) // _PAGE * _PAGE
+        self.arena = self._new(self.arena_size * n_threads)
+        self.private = {name: self.arena + offset for name, offset in offsets.items()}
+
+    def token_area(self, name: str) -> Area:
+        """Where the token program finds a buffer: private ones as thread 0 sees them."""
+        if name == "h":
+            return Area(self.private["h"], 0, self.private["h_b"], 0)
+        if name == "hq":
+            return Area(0, 0, self.private["hq_b"], 0)
+        return self.shared[name]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(m.nbytes for m in self._memory)
+
+
+class Lowering:
+    """Turns operators into records for one of the two programs."""
+
+    def __init__(self, plan: Plan, buffers: Buffers, many_tokens: bool) -> None:
+        self.plan, self.config, self.buffers, self.many = plan, plan.config, buffers, many_tokens
+        self.quantized = any(
+            m is not None and m.ggml_type in formats.QUANTIZED for op in plan.block for m in op.weights
+        )  # then norms quantize their output too
+
+    def area(self, name: str) -> Area:
+        return self.buffers.shared[name] if self.many else self.buffers.token_area(name)
+
+    def program(self, ops: tuple[Op, ...]) -> np.ndarray:
+        records = np.zeros(len(ops), walk.OP)
+        for record, op in zip(records, ops, strict=True):
+            fields = {"op": _OPCODES[op.kind], "layer": op.layer, "head_only": op.head_only, "scale": op.scale,
+                      "add": op.add}  # fmt: skip
+            fields |= {name: m.addr for name, m in (("bias", op.bias), ("bias2", op.bias2)) if m is not None}
+            fields |= getattr(self, f"_{op.kind}")(op)
+            for name, value in fields.items():
+                record[name] = value
+        records["sync"] = self.barriers(ops)
+        return records
+
+    def barriers(self, ops: tuple[Op, ...]) -> list[int]:
+        """1 where a barrier must follow. The last operator always has one: it ends the run."""
+        sync = [0] * len(ops)
+        read: set[str] = set()
+        written: set[str] = set()
+        for i, op in enumerate(ops):
+            reads, writes = (self._shared(names) for names in (op.reads, op.writes))
+            if (reads | writes) & written or writes & read:
+                sync[i - 1] = 1
+                read, written = set(), set()
+            read |= reads
+            written |= writes
+        sync[-1] = 1
+        return sync
+
+    def _shared(self, names: tuple[str, ...]) -> set[str]:
+        return {n for n in names if self.many or n not in _PRIVATE}
+
+    def _private(self, name: str) -> bool:
+        return not self.many and name in _PRIVATE
+
+    # ---- one method per kind of operator: the fields its kernel reads
+
+    def _embed(self, op: Op) -> dict:
+        table, positions = op.weights
+        assert table is not None
+        fields = {"qt": table.ggml_type, "w": table.addr, "stride": table.stride, "cols": table.cols}
+        if positions is not None:
+            fields |= {"w2": positions.addr, "stride2": positions.stride, "qt2": positions.ggml_type}
+        return fields | self._to(op.writes[0])
+
+    def _norm(self, op: Op) -> dict:
+        (weight,) = op.weights
+        assert weight is not None
+        source = self.area(op.reads[0])
+        quantize = self.quantized and self.config.n_embd % formats.BLOCK == 0
+        return {
+            "src": source.addr, "ld_src": source.ld, "w": weight.addr, "cols": self.config.n_embd,
+            "eps": self.config.norm_eps, "flag": self.config.norm == "layer", "quant": quantize,
+            "private": self._private(op.writes[0]),
+        } | self._to(op.writes[0])  # fmt: skip
+
+    def _quant(self, op: Op) -> dict:
+        (matrix,) = op.weights
+        assert matrix is not None
+        source = self.area(op.reads[0])
+        return {
+            "src": source.addr, "ld_src": source.ld, "cols": matrix.cols, "private": self._private(op.writes[0])
+        } | self._to(op.writes[0])  # fmt: skip
+
+    def _matmul(self, op: Op) -> dict:
+        (matrix,) = op.weights
+        assert matrix is not None
+        stride = matrix.stride
+        rows = matrix.rows
+        if matrix.name.endswith(schema.FFN_UP_DOWN):  # the up rows of the bundles
+            stride, rows = 2 * stride, rows // 2
+        fields = {"qt": matrix.ggml_type, "w": matrix.addr, "stride": stride, "rows": rows, "cols": matrix.cols}
+        fields |= self._from(op.reads[0]) | {"private": self._private(op.reads[0])}
+        if op.writes[0] == "logits":  # its address is an argument of the run
+            return fields | {"dst": 0, "ld_dst": 4 * self.config.n_vocab}
+        return fields | self._to(op.writes[0])
+
+    def _heads(self, layer: int) -> dict:
+        c, b = self.config, self.buffers
+        k, v = b.cache[layer]
+        return {
+            "rows": c.n_head, "cols": c.n_head_kv, "unit": c.head_dim, "qt": b.kv_type, "w3": k, "aux": v,
+            "aux2": b.n_ctx, "stride3": b.cache_row, "src": self.area("q").addr, "ld_src": self.area("q").ld,
+        }  # fmt: skip
+
+    def _rope(self, op: Op) -> dict:
+        c, k, v = self.config, self.area("k"), self.area("v")
+        q_norm, k_norm = op.weights
+        return self._heads(op.layer) | {
+            "w": q_norm.addr if q_norm else 0, "w2": k_norm.addr if k_norm else 0, "eps": c.norm_eps,
+            "stride": c.rope.n_dims if c.rope else 0, "flag": bool(c.rope and c.rope.interleaved),
+            "dst": k.addr, "ld_dst": k.ld, "dstb": v.addr, "ld_dstb": v.ld,
+        }  # fmt: skip
+
+    def _attend(self, op: Op) -> dict:
+        return self._heads(op.layer) | {"window": self.config.window[op.layer]} | self._to("att")
+
+    def _ffn(self, op: Op) -> dict:
+        key, value = op.weights
+        assert key is not None and value is not None
+        b = self.buffers
+        fields = self._from("h") | self._activation(op.layer) | {
+            "rows": key.rows, "cols": key.cols, "qt": key.ggml_type, "w": key.addr, "stride": key.stride,
+            "sparse": self.plan.sparsity == "exact", "aux": b.shared["g"].addr, "aux2": b.private["ids"],
+            "dst": b.private["acc"], "dstb": b.private["values"], "private": 1,
+        }  # fmt: skip
+        if not self.config.gated:
+            return fields | {"qt3": value.ggml_type, "w3": value.addr, "stride3": value.stride}
+        bundle = 2 * value.stride  # up row, down column
+        return fields | {
+            "qt2": value.ggml_type, "w2": value.addr, "stride2": bundle,
+            "qt3": value.ggml_type, "w3": value.addr + value.stride, "stride3": bundle,
+        }  # fmt: skip
+
+    def _reduce(self, op: Op) -> dict:
+        return {"cols": self.config.n_embd, "src": self.buffers.private["acc"], "dst": self.area("x").addr}
+
+    def _activation(self, layer: int) -> dict:
+        c = self.config
+        return {"act": ACTIVATION_CODES[c.activation], "threshold": c.thresholds[layer]}
+
+    def _activate(self, op: Op) -> dict:
+        g = self.area("g")
+        fields = {"cols": self.config.n_ff[op.layer], "src": g.addr, "ld_src": g.ld} | self._activation(op.layer)
+        if self.config.gated:
+            u = self.area("u")
+            fields |= {"srcb": u.addr, "ld_srcb": u.ld}
+        return fields
+
+    def _down(self, op: Op) -> dict:
+        (matrix,) = op.weights
+        assert matrix is not None
+        bundled = self.config.gated
+        return {
+            "qt3": matrix.ggml_type, "w3": matrix.addr + (matrix.stride if bundled else 0),
+            "stride3": matrix.stride * (2 if bundled else 1), "rows": self.config.n_ff[op.layer], "cols": matrix.cols,
+        } | self._from("g") | self._to("x")  # fmt: skip
+
+    def _from(self, name: str) -> dict:
+        a = self.area(name)
+        return {"src": a.addr, "ld_src": a.ld, "srcb": a.addr_b, "ld_srcb": a.ld_b}
+
+    def _to(self, name: str) -> dict:
+        a = self.area(name)
+        return {"dst": a.addr, "ld_dst": a.ld, "dstb": a.addr_b, "ld_dstb": a.ld_b}
+
+
+def lower(plan: Plan, buffers: Buffers) -> tuple[np.ndarray, np.ndarray]:
+    """The two programs of a plan: (token, block), arrays of kernels.walk.OP."""
+    return (
+        Lowering(plan, buffers, many_tokens=False).program(plan.token),
+        Lowering(plan, buffers, many_tokens=True).program(plan.block),
+    )
