@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Stock llama.cpp for compare_llama_cpp.py: sources from the package index, built for this machine's CPU.
+#
+#     scripts/get_llama_cpp.sh [DIR] [CMAKE OPTIONS…]     DIR: ~/.cache/hotcold/llama.cpp, outside the checkout
+#
+# Leaves DIR/bin (llama-bench, llama-perplexity, llama-quantize, libllama) and DIR/llama_cpp (Python bindings, plain
+# source). Needs a C++ compiler and cmake; takes about 15 minutes on two cores. Steps that are done are skipped.
+# A second build to calibrate against: scripts/get_llama_cpp.sh DIR2 -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_AVX512=OFF
+set -euo pipefail
+
+version=0.3.36  # of llama-cpp-python, whose source package holds a llama.cpp of the same day
+say() { printf '%s\n' "get_llama_cpp: $*" >&2; }
+die() { say "$@"; exit 1; }
+
+folder=${1:-$HOME/.cache/hotcold/llama.cpp}
+[ $# -gt 0 ] && shift
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd -P)
+case "$folder/" in "$checkout"/*) die "$folder lies in the checkout; name a folder outside of it" ;; esac
+
+command -v cmake >/dev/null || die "cmake is missing: pip install cmake, or your system's package"
+command -v c++ >/dev/null || die "no C++ compiler: install g++ or clang"
+generator=()
+command -v ninja >/dev/null && generator=(-G Ninja)
+python=$checkout/.venv/bin/python
+[ -x "$python" ] || python=python3
+
+if [ ! -d "$folder/source" ]; then
+    say "downloading the source package of llama-cpp-python $version from the package index (about 70 MB)"
+    "$python" -m pip download --quiet --no-deps --no-binary :all: --dest "$folder" "llama-cpp-python==$version" \
+        || die "pip could not download it, see above"
+    say "unpacking"
+    rm -rf "$folder/source.part"
+    mkdir "$folder/source.part"
+    tar -xzf "$folder"/llama_cpp_python-"$version".tar.gz -C "$folder/source.part" --strip-components=1
+    mv "$folder/source.part" "$folder/source"
+    rm -f "$folder"/llama_cpp_python-"$version".tar.gz
+fi
+
+say "configuring: Release, CPU only, this machine's instructions ${*:+and $*}"
+cmake ${generator[@]+"${generator[@]}"} -S "$folder/source/vendor/llama.cpp" -B "$folder/build" \
+    -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF \
+    -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_MTMD=OFF "$@" >"$folder/configure.log" \
+    || die "cmake failed, see $folder/configure.log"
+say "building llama-bench, llama-perplexity, llama-quantize (about 15 minutes on two cores)"
+cmake --build "$folder/build" --parallel --target llama llama-bench llama-perplexity llama-quantize \
+    || die "the build failed, see above"
+ln -sfn build/bin "$folder/bin"
+ln -sfn source/llama_cpp "$folder/llama_cpp"
+say "done: $folder/bin"
+"$folder/bin/llama-bench" --version 2>&1 | head -2 >&2 || true
