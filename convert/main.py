@@ -1,0 +1,215 @@
+"""`hotcold convert`: any supported model to a neuron-split GGUF, or back to a stock one.
+
+In: a Hugging Face folder or a GGUF, and options. Out: a GGUF under its final name, complete, or none.
+Next: gguf_source.py or families/ (reading), neuron_split.py or stock.py (layout), writer.py (writing).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from hotcold.convert.gguf_source import load_gguf
+from hotcold.convert.model import StockModel
+from hotcold.convert.neuron_split import split_neurons
+from hotcold.convert.outtype import OUTTYPES
+from hotcold.convert.precision import Report
+from hotcold.convert.stock import to_stock
+from hotcold.convert.target import Target
+from hotcold.convert.writer import write_target
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `hotcold convert`."""
+    parser.add_argument("src", metavar="SRC", type=Path,
+                        help="Hugging Face folder (config.json, *.safetensors, tokenizer) or a GGUF file")
+    parser.add_argument("-o", "--outfile", metavar="OUT", type=Path,
+                        help="file to write; {ftype} is replaced by the type (default: derived from SRC's name)")
+    parser.add_argument("--outtype", choices=[*OUTTYPES, "auto"], default="auto",
+                        help="type of the matrices; auto keeps the source's where that loses nothing (default)")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be written, write nothing")
+    parser.add_argument("--verbose", action="store_true", help="list every tensor: name, source type, target, shape")
+    parser.add_argument("--to-stock", action="store_true",
+                        help="write a stock GGUF (llama.cpp's layout), from a neuron-split or any other source")
+    parser.add_argument("--relu-as-silu", metavar="K", type=int,
+                        help="with --to-stock, ReLU models: scale weights by powers of 2^K so that llama.cpp, which "
+                             "runs them with SiLU, computes ReLU (8 to 10)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--name", help="general.name to write (default: the source's)")
+    parser.add_argument("--no-vocab", action="store_true",
+                        help="Hugging Face folder without tokenizer files: only token ids can be used then")
+    parser.add_argument("--ignore-unknown-keys", action="store_true",
+                        help="keys of config.json that hotcold does not know: list them instead of refusing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert as the arguments say; returns the exit status. Raises HotcoldError with one line for the user."""
+    console = Console(stderr=True, highlight=False)
+    report = Report()
+    if args.relu_as_silu is not None and not args.to_stock:
+        raise HotcoldError("--relu-as-silu needs --to-stock: it prepares a file for stock llama.cpp")
+    with _opened(args, report) as model:
+        target = _plan(args, model, report)
+        out = output_path(args, target)
+        if out.exists() and _same_file(out, args.src):
+            raise HotcoldError(f"{out}: is the source: choose another name with -o")
+        if args.verbose:
+            _list_tensors(target, report)
+        _summary(console, model, target, out, dry_run=args.dry_run)
+        if args.dry_run:
+            _say_notes(console, report)
+            console.print("dry run: nothing written")
+            return 0
+        if out.exists() and not args.force:
+            raise HotcoldError(f"{out}: exists already: use --force to replace it (llama.cpp's converter would do so "
+                               "without asking) or -o for another name")
+        if not out.absolute().parent.is_dir():
+            raise HotcoldError(f"{out.absolute().parent}: no such folder")
+        with _terminable(), _progress(console, target.n_bytes) as progress:
+            size = write_target(target, out, progress)
+    _say_notes(console, report)
+    _say_losses(console, report, args.verbose)
+    console.print(f"wrote {escape(str(out))} ({size / 1e6:.1f} MB)")
+    return 0
+
+
+@contextmanager
+def _opened(args: argparse.Namespace, report: Report) -> Iterator[StockModel]:
+    """The source as a stock model, open as long as the context is."""
+    src: Path = args.src
+    if src.is_dir():
+        from hotcold.convert.families import load_checkpoint
+
+        yield load_checkpoint(src, report, vocab=not args.no_vocab, ignore_unknown=args.ignore_unknown_keys)
+        return
+    if not src.exists():
+        raise HotcoldError(f"{src}: no such file or folder")
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", src.name) and not src.name.endswith("-00001-of-00001.gguf"):
+        raise HotcoldError(f"{src}: is one part of a split GGUF: join the parts first with llama.cpp's "
+                           "`llama-gguf-split --merge FIRST-PART OUT.gguf`")
+    file: GGUFFile = open_gguf(src)
+    with file:
+        yield load_gguf(file, report)
+
+
+def _plan(args: argparse.Namespace, model: StockModel, report: Report) -> Target:
+    if args.name:
+        from hotcold.convert.model import string
+
+        model.metadata["general.name"] = string(args.name)
+    if args.to_stock:
+        return to_stock(model, args.outtype, args.relu_as_silu, report)
+    if model.source == "neuron-split GGUF":
+        raise HotcoldError(f"{args.src}: is neuron-split already: run it as it is, or use --to-stock to go back")
+    return split_neurons(model, args.outtype, report)
+
+
+def output_path(args: argparse.Namespace, target: Target) -> Path:
+    """-o, with {ftype} filled in, or a name beside (GGUF) or inside (folder) the source."""
+    ftype = target.main_type().name
+    if args.outfile is not None:
+        out = Path(str(args.outfile).replace("{ftype}", ftype))
+        if out.is_dir():
+            raise HotcoldError(f"{out}: is a folder: give a file name, for example -o {out / 'model.gguf'}")
+        return out
+    src: Path = args.src
+    kind = "stock" if args.to_stock else "hotcold"
+    if src.is_dir():
+        return src / f"{src.resolve().name}-{ftype}.{kind}.gguf"
+    stem = re.sub(r"(\.hotcold|\.stock)?\.gguf$", "", src.name)
+    return src.with_name(f"{stem}.{kind}.gguf")
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)
+
+
+def _list_tensors(target: Target, report: Report) -> None:
+    """One line per tensor on stdout, as llama.cpp's converter has it, and what was left out."""
+    for t in target.tensors:
+        shape = "{" + ", ".join(map(str, reversed(t.shape))) + "}"
+        print(f"{t.name}, {t.origin} --> {t.qtype.name}, shape = {shape}")
+    for name in report.dropped:
+        print(f"{safe_text(name)}, left out: recomputed by the runtime")
+    sys.stdout.flush()
+
+
+def _summary(console: Console, model: StockModel, target: Target, out: Path, dry_run: bool) -> None:
+    threshold = f", threshold {max(model.thresholds):g}" if any(model.thresholds) else ""
+    n_ff = f"{model.n_ff[0]}" if len(set(model.n_ff)) == 1 else f"{min(model.n_ff)}..{max(model.n_ff)}"
+    counts = ", ".join(f"{n} {name}" for name, n in sorted(target.type_counts().items()))
+    gate = "gated" if model.gated else "not gated"
+    lines = [
+        f"source       {model.source}, architecture {model.arch}, {target.n_parameters / 1e6:.1f} M parameters",
+        f"feed-forward {n_ff} neurons x {model.n_layer} layers, {model.activation}{threshold}, {gate}",
+        f"tensors      {counts}{model.auto_reason}",
+        f"output       {out} ({target.n_bytes / 1e6:.1f} MB of tensors)",
+    ]
+    for line in lines:
+        console.print(escape(safe_text(line)), soft_wrap=True)
+
+
+def _say_notes(console: Console, report: Report) -> None:
+    for note in report.notes:
+        console.print(escape(f"note: {safe_text(note)}"), soft_wrap=True)
+
+
+def _say_losses(console: Console, report: Report, verbose: bool) -> None:
+    """What casting to F16 and quantizing again lost."""
+    if report.f16:
+        subnormal = sum(loss.subnormal for loss in report.f16.values())
+        flushed = sum(loss.flushed for loss in report.f16.values())
+        console.print(f"F16: no overflow; {subnormal} values are subnormal (fewer bits), {flushed} became 0, "
+                      f"in {len(report.f16)} tensors", soft_wrap=True)
+        if verbose:
+            for name, loss in report.f16.items():
+                console.print(escape(f"  {name}: {loss.subnormal} subnormal, {loss.flushed} became 0"))
+    if report.requantized:
+        console.print(f"quantized again: relative error {report.total_relative_error():.5f} over "
+                      f"{len(report.requantized)} down matrices", soft_wrap=True)
+        if verbose:
+            for name in report.requantized:
+                console.print(escape(f"  {name}: {report.relative_error(name):.5f}"))
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[str, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+               TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("writing", total=total)
+
+        def advance(name: str, n_bytes: int) -> None:
+            bar.update(task, advance=n_bytes, description=escape(name[:32].ljust(32)))
+
+        yield advance
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the program through the cleanup, like Ctrl-C."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

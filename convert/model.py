@@ -1,0 +1,69 @@
+"""The one form every source is brought to: a model with stock names and stock layout, read lazily.
+
+In: families/ (Hugging Face) or gguf_source.py. Out: StockModel and typed metadata values.
+Next: neuron_split.py or stock.py, which lay it out for the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gguf import GGUFValueType
+
+from hotcold.convert.lazy import LazyTensor, QType
+
+
+@dataclass(frozen=True)
+class MetaValue:
+    """A metadata value with its GGUF type; arrays are lists with an element type."""
+
+    value: Any
+    type: GGUFValueType
+    sub_type: GGUFValueType | None = None
+
+
+Metadata = dict[str, MetaValue]
+
+
+def u32(value: int) -> MetaValue:
+    return MetaValue(int(value), GGUFValueType.UINT32)
+
+
+def f32(value: float) -> MetaValue:
+    return MetaValue(float(value), GGUFValueType.FLOAT32)
+
+
+def boolean(value: bool) -> MetaValue:
+    return MetaValue(bool(value), GGUFValueType.BOOL)
+
+
+def string(value: str) -> MetaValue:
+    return MetaValue(value, GGUFValueType.STRING)
+
+
+def array(values: list, sub_type: GGUFValueType) -> MetaValue:
+    return MetaValue(values, GGUFValueType.ARRAY, sub_type)
+
+
+# What a stock file of an architecture computes when no key says otherwise.
+STOCK_ACTIVATION = {
+    "llama": "silu", "qwen2": "silu", "qwen3": "silu", "minicpm": "silu", "arcee": "relu2", "opt": "relu",
+}
+
+
+@dataclass
+class StockModel:
+    """A model as llama.cpp would name and lay it out, whatever it came from."""
+
+    arch: str
+    source: str  # "Hugging Face folder" | "stock GGUF" | "neuron-split GGUF"
+    metadata: Metadata  # without general.architecture, general.file_type and hotcold.*
+    tensors: dict[str, LazyTensor]  # stock name -> tensor, in the order they are to be written
+    activation: str
+    thresholds: list[float]  # [n_layer]
+    gated: bool
+    n_layer: int
+    n_ff: list[int] = field(default_factory=list)  # [n_layer]
+    auto_type: QType | None = None  # what `--outtype auto` means for matrices; None: their own type
+    auto_reason: str = ""

@@ -1,0 +1,84 @@
+"""Which storage type every tensor of the target gets.
+
+In: tensors of a StockModel and `--outtype`. Out: types, with the reasons in the Report. Next: neuron_split.py, stock.py.
+
+`auto` keeps what the source has wherever that loses nothing. What must change:
+- a quantized down matrix has its blocks along the other axis, so it is quantized again: as Q8_0, whose cost is
+  measured in scripts/measure_requant.py (README has the table), and the up rows that share its tensor with it;
+- types the runtime does not compute with (Q4_1, the K-quants, ...) become Q8_0.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hotcold.convert.lazy import FLOAT_TYPES, NATIVE_TYPES, LazyTensor, QType
+from hotcold.convert.precision import Report
+from hotcold.runtime.errors import HotcoldError
+
+OUTTYPES = {"f32": QType.F32, "f16": QType.F16, "bf16": QType.BF16, "q8_0": QType.Q8_0, "q4_0": QType.Q4_0}
+EMBEDDINGS = ("token_embd.weight", "output.weight")
+TURNED = "turning a matrix moves its blocks to the other axis, and Q8_0 keeps the error of quantizing again small"
+BLOCK = 32  # columns per block of Q8_0 and Q4_0
+
+
+def keeps_f32(name: str, shape: tuple[int, ...]) -> bool:
+    """Vectors, norms, biases and learned positions are F32 in every file: they are small and matter."""
+    return len(shape) == 1 or name == "position_embd.weight"
+
+
+def plain_type(t: LazyTensor, outtype: str, auto: QType | None, report: Report) -> QType:
+    """Type of a tensor whose rows stay rows."""
+    if keeps_f32(t.name, t.shape):
+        return QType.F32
+    if outtype != "auto":
+        wanted = OUTTYPES[outtype]
+        if wanted == QType.Q4_0 and t.name in EMBEDDINGS:
+            wanted = QType.Q8_0
+            report.note("q4_0: token embedding and output matrix are stored as Q8_0 (4 bits cost too much there)")
+    elif auto is not None:
+        wanted = auto
+    elif t.was is not None:
+        wanted = QType.Q8_0
+        report.note(f"auto: {t.was.name} down columns become Q8_0: {TURNED}")
+    elif t.qtype in NATIVE_TYPES:
+        return t.qtype
+    elif t.qtype == QType.F64:
+        wanted = QType.F32
+    else:
+        wanted = QType.Q8_0
+        report.note(f"auto: {t.qtype.name} tensors become Q8_0: the runtime computes with F32, F16, BF16, Q8_0, Q4_0")
+    return fits(t.name, t.shape[-1], wanted, report)
+
+
+def turned_type(turned: LazyTensor, row_mate: LazyTensor | None, outtype: str, auto: QType | None,
+                report: Report) -> QType:
+    """Type of the transposed down matrix [n_ff, n_embd], and of the up rows that share a tensor with it.
+
+    `row_mate`: the up rows, or None when they have a tensor of their own.
+    """
+    columns = turned.shape[1]
+    if outtype != "auto":
+        return fits(turned.name, columns, OUTTYPES[outtype], report)
+    if auto is not None:
+        return fits(turned.name, columns, auto, report)
+    types = {turned.was or turned.qtype} | ({row_mate.qtype} if row_mate else set())
+    if types <= set(FLOAT_TYPES):
+        return types.pop() if len(types) == 1 and QType.F64 not in types else QType.F32
+    quantized = ", ".join(sorted(t.name for t in types if t not in FLOAT_TYPES))
+    report.note(f"auto: {quantized} {'up rows and ' if row_mate else ''}down columns become Q8_0: {TURNED}")
+    return fits(turned.name, columns, QType.Q8_0, report)
+
+
+def fits(name: str, columns: int, wanted: QType, report: Report) -> QType:
+    """`wanted`, or F16 where rows do not divide into its blocks (as llama.cpp does)."""
+    if wanted in FLOAT_TYPES or columns % BLOCK == 0:
+        return wanted
+    part = re.sub(r"^blk\.\d+\.", "", name)  # one note for all layers
+    report.note(f"{part}: F16 instead of {wanted.name}, as rows of {columns} do not divide into blocks of {BLOCK}")
+    return QType.F16
+
+
+def check_outtype(outtype: str) -> None:
+    if outtype != "auto" and outtype not in OUTTYPES:
+        raise HotcoldError(f"--outtype {outtype}: supported are {', '.join(OUTTYPES)}, auto")

@@ -1,0 +1,124 @@
+"""Casts between storage types, and what they cost.
+
+In: LazyTensor of any type. Out: LazyTensor of the wanted type, and a Report of what the casts lost.
+Next: outtype.py, which chooses the types.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import gguf
+import numpy as np
+
+from hotcold.convert.lazy import LazyTensor, QType, to_float32
+from hotcold.runtime.errors import HotcoldError
+
+F16_MAX = 65504.0
+F16_MIN_NORMAL = 2.0**-14
+# The largest magnitude whose block scale still fits F16.
+BLOCK_MAX = {QType.Q8_0: 127 * F16_MAX, QType.Q4_0: 8 * F16_MAX}
+
+
+@dataclass
+class Loss:
+    """What casting one tensor to F16 lost, in elements."""
+
+    subnormal: int = 0  # smaller than F16's smallest normal number: fewer bits kept
+    flushed: int = 0    # too small for F16: became 0
+
+
+@dataclass
+class Report:
+    """Everything a user should hear about a conversion, gathered while it runs."""
+
+    notes: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)  # tensors known to be without meaning for the computation
+    f16: dict[str, Loss] = field(default_factory=dict)  # tensor -> loss
+    requantized: dict[str, list[float]] = field(default_factory=dict)  # tensor -> [sum of error^2, sum of value^2]
+
+    def note(self, text: str) -> None:
+        """Keep a line for the summary, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def relative_error(self, name: str) -> float:
+        """Relative L2 error of one requantized tensor."""
+        error, square = self.requantized[name]
+        return math.sqrt(error / square) if square else 0.0
+
+    def total_relative_error(self) -> float:
+        """Relative L2 error over all requantized tensors."""
+        error = sum(e for e, _ in self.requantized.values())
+        square = sum(s for _, s in self.requantized.values())
+        return math.sqrt(error / square) if square else 0.0
+
+
+def cast(t: LazyTensor, qtype: QType, report: Report, measure: bool = False) -> LazyTensor:
+    """`t` stored as `qtype`. Equal types pass through byte for byte.
+
+    `measure`: add the error of quantizing to `report.requantized` (for values that come from another quantization).
+    Reading raises HotcoldError when a value does not fit, naming the tensor, how many, and what to use instead.
+    """
+    if t.qtype == qtype:
+        return t
+
+    def read(a: int, b: int) -> np.ndarray:
+        x = to_float32(t.read(a, b), t.qtype)
+        if t.qtype == QType.F64 and not np.isfinite(x).all():
+            _refuse(t, qtype)
+        if qtype == QType.F32:
+            return x
+        if qtype == QType.F16:
+            return _to_f16(x, t, report)
+        if qtype == QType.BF16:
+            return gguf.quants.quantize(x, qtype).view(np.uint16)
+        if not (np.abs(x).max(initial=0.0) <= BLOCK_MAX[qtype]):  # also false for NaN
+            _refuse(t, qtype)
+        packed = gguf.quants.quantize(x, qtype)
+        if measure:
+            sums = report.requantized.setdefault(t.name, [0.0, 0.0])
+            sums[0] += float(np.sum((to_float32(packed, qtype) - x) ** 2, dtype=np.float64))
+            sums[1] += float(np.sum(x**2, dtype=np.float64))
+        return packed
+
+    return replace(t, qtype=qtype, read=read, read_columns=None)
+
+
+def _to_f16(x: np.ndarray, t: LazyTensor, report: Report) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        half = x.astype(np.float16)
+    if t.qtype == QType.F16 or not x.size:
+        return half
+    if not np.isfinite(half).all():
+        _refuse(t, QType.F16)
+    small = np.abs(x) < F16_MIN_NORMAL
+    if small.any():
+        n_flushed = int(np.count_nonzero((half == 0) & (x != 0)))
+        n_subnormal = int(np.count_nonzero(small & (half != 0)))
+        if n_flushed or n_subnormal:
+            loss = report.f16.setdefault(t.name, Loss())
+            loss.flushed += n_flushed
+            loss.subnormal += n_subnormal
+    return half
+
+
+def _refuse(t: LazyTensor, qtype: QType) -> None:
+    """Count over the whole tensor what does not fit, and raise."""
+    limit = BLOCK_MAX.get(qtype, F16_MAX if qtype == QType.F16 else float(np.finfo(np.float32).max))
+    bad = n_nan = 0
+    largest = 0.0
+    for a, b in t.slabs():
+        x = np.abs(to_float32(t.read(a, b), t.qtype))
+        n_nan += int(np.count_nonzero(np.isnan(x)))
+        # F16 rounds up to infinity from 65520 on; blocks overflow beyond the limit itself.
+        bad += int(np.count_nonzero(x >= 65520.0 if qtype == QType.F16 else x > limit))
+        largest = max(largest, float(np.nanmax(x, initial=0.0)))
+    if n_nan:
+        raise HotcoldError(f"tensor {t.name}: {n_nan} of {t.n_elements} values are NaN: the source is damaged")
+    advice = "use --outtype bf16, f32 or q8_0" if qtype == QType.F16 else "use --outtype bf16 or f32"
+    raise HotcoldError(
+        f"tensor {t.name}: {bad} of {t.n_elements} values do not fit {qtype.name} "
+        f"(largest magnitude {largest:g}, limit {limit:g}): {advice}")
+

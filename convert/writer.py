@@ -1,0 +1,127 @@
+"""Target -> file, so that a file under the final name is always complete.
+
+In: Target. Out: a GGUF. Written under a temporary name in the same folder, synced, renamed; on any error the
+temporary file goes, and what a killed run left behind goes with the next run. Next: runtime/gguf_file.py reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import psutil
+
+from hotcold.convert.lazy import LazyTensor
+from hotcold.convert.model import Metadata
+from hotcold.convert.target import Target
+from hotcold.runtime.errors import HotcoldError
+
+MARGIN = 16 << 20  # bytes left free beside the file
+
+
+def write_target(target: Target, out: Path, progress: Callable[[str, int], None]) -> int:
+    """Write `target` as `out` and return its size in bytes. `progress(tensor name, bytes)` after each slab.
+
+    Raises HotcoldError when there is not enough space, OSError for other failures of the file system.
+    """
+    folder = out.absolute().parent
+    remove_leftovers(out)
+    check_space(folder, target.n_bytes + metadata_bytes(target.metadata))
+    temporary = folder / f".{out.name}.{os.getpid()}.part"
+    try:
+        _write(target, temporary, progress)
+        os.replace(temporary, out)
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise HotcoldError(f"{folder}: no space left while writing {out.name}: free some or choose another "
+                               "folder with -o") from None
+        raise
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+    _sync_folder(folder)
+    return out.stat().st_size
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise HotcoldError unless the folder's file system has `needed` bytes and a margin."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + MARGIN:
+        raise HotcoldError(f"{folder}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free: free some, choose "
+                           "another folder with -o, or a smaller --outtype")
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove temporary files that a killed conversion to the same name left."""
+    for path in out.absolute().parent.glob(f".{glob_escape(out.name)}.*.part"):
+        match = re.fullmatch(r"\d+", path.name[len(out.name) + 2:-len(".part")])
+        if match and not psutil.pid_exists(int(match[0])):
+            with suppress(OSError):
+                path.unlink()
+
+
+def glob_escape(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def metadata_bytes(metadata: Metadata) -> int:
+    """Upper estimate of the header's key-value part."""
+    total = 0
+    for key, meta in metadata.items():
+        values = meta.value if isinstance(meta.value, list) else [meta.value]
+        total += len(key) + 32 + sum(8 + (4 * len(v) if isinstance(v, str | bytes) else 0) for v in values)
+    return total
+
+
+def _write(target: Target, path: Path, progress: Callable[[str, int], None]) -> None:
+    writer = gguf.GGUFWriter(path, target.arch)
+    for key, meta in target.metadata.items():
+        writer.add_key_value(key, meta.value, meta.type, meta.sub_type)
+    for t in target.tensors:
+        # The shape is in elements; a dtype other than uint8 makes the writer take it as it is.
+        writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.qtype)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if writer.fout is None:
+            raise HotcoldError(f"{path}: the gguf package did not open the file")
+        file = writer.fout[0]
+        writer.write_padding(file, file.tell())
+        for t in target.tensors:
+            _write_tensor(writer, t, progress)
+        file.flush()
+        os.fsync(file.fileno())
+    finally:
+        writer.close()
+
+
+def _write_tensor(writer: gguf.GGUFWriter, t: LazyTensor, progress: Callable[[str, int], None]) -> None:
+    """Slab by slab: the writer's own method wants a whole tensor in memory."""
+    file = writer.fout[0]
+    written = 0
+    for a, b in t.slabs():
+        raw = np.ascontiguousarray(t.read(a, b))
+        file.write(raw.reshape(-1).view(np.uint8))
+        written += raw.nbytes
+        progress(t.name, raw.nbytes)
+    if written != t.n_bytes:
+        raise HotcoldError(f"tensor {t.name}: {written} bytes made, {t.n_bytes} planned: please report this")
+    writer.write_padding(file, written)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable; not every system lets a folder be opened."""
+    with suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
