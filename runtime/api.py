@@ -122,23 +122,12 @@ class Model:
         SamplingParams and Session.generate. Raises HotcoldError at once for arguments out of range, and when iterated
         for a prompt that does not fit the context.
         """
-        session = self.session
-        params = SamplingParams(
-            temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, -1 if seed is None else seed
-        )
+        params = _params(temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
         else:
             tokens = _token_list(prompt)
-        if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer))):
-            raise HotcoldError(f"max_tokens must be a whole number or None, got {max_tokens!r}")
-        StopFilter([stop] if isinstance(stop, str) else stop)  # complain now, not at the first piece
-        self.stats = GenerationStats()
-        return self._while_open(
-            session.generate(
-                tokens, Sampler(params), max_tokens=max_tokens, stop=stop, ignore_eog=ignore_eos, stats=self.stats
-            )
-        )
+        return self._generate(tokens, params, max_tokens, stop, ignore_eos=ignore_eos)
 
     def chat(
         self,
@@ -158,14 +147,37 @@ class Model:
         The model's chat template is applied; text in messages never becomes a special token. Only the part that is
         new since the last call is evaluated.
         """
-        tokens = self.encode_chat(messages)
-        return self.generate(
-            tokens, max_tokens, temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, stop
-        )
+        params = _params(temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
+        return self._generate(self.encode_chat(messages), params, max_tokens, stop, continues=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
         return self.template.encode(self.tokenizer, [dict(m) for m in messages], add_generation_prompt=True)
+
+    def _generate(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        max_tokens: int | None,
+        stop: str | Sequence[str],
+        *,
+        ignore_eos: bool = False,
+        continues: bool = True,
+    ) -> Iterator[str]:
+        if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer))):
+            raise HotcoldError(f"max_tokens must be a whole number or None, got {max_tokens!r}")
+        StopFilter([stop] if isinstance(stop, str) else stop)  # complain now, not at the first piece
+        self.stats = GenerationStats()
+        pieces = self.session.generate(
+            tokens,
+            Sampler(params),
+            max_tokens=max_tokens,
+            stop=stop,
+            ignore_eog=ignore_eos,
+            continues=continues,
+            stats=self.stats,
+        )
+        return self._while_open(pieces)
 
     def _while_open(self, pieces: Iterator[str]) -> Iterator[str]:
         while True:
@@ -190,6 +202,12 @@ class Model:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _params(
+    temperature: float, top_k: int, top_p: float, min_p: float, repeat_penalty: float, last_n: int, seed: int | None
+) -> SamplingParams:
+    return SamplingParams(temperature, top_k, top_p, min_p, repeat_penalty, last_n, -1 if seed is None else seed)
 
 
 def _token_list(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:

@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,8 +101,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="GGUF file")
     group = parser.add_argument_group("model")
     group.add_argument(
-        "-c", "--ctx-size", type=_count, metavar="N",
-        help="tokens of context (default: the smaller of 4096 and what the model was trained on)",
+        "-c", "--ctx-size", type=_size, metavar="N",
+        help="tokens of context; 0: what the model was trained on (default: that, at most 4096)",
     )  # fmt: skip
     group.add_argument("-t", "--threads", type=_count, metavar="N", help="default: what the machine gives this process")
     group.add_argument(
@@ -169,7 +169,6 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from hotcold.runtime.console import TextOut, note, timing_summary
     from hotcold.runtime.generate import GenerationStats
-    from hotcold.runtime.sampling import Sampler
 
     params = _sampling(args)
     if args.system_prompt is not None and not args.single_turn:
@@ -180,34 +179,43 @@ def _run(args: argparse.Namespace) -> int:
     out, stats, interrupted = TextOut(sys.stdout), GenerationStats(), False
     with _open(args) as model:
         loaded = time.perf_counter()
-        if args.single_turn:
-            tokens = model.encode_chat(_messages(args.system_prompt, prompt))
-        else:
-            tokens = model.tokenizer.encode(prompt, add_special=True, parse_special=args.special)
         try:
             if args.display_prompt:
                 out.write(prompt + ("\n" if args.single_turn else ""))
-            for piece in model.session.generate(
-                tokens,
-                Sampler(params),
-                max_tokens=args.predict,
-                stop=args.stop,
-                ignore_eog=args.ignore_eos,
-                stats=stats,
-            ):
+            for piece in _pieces(args, model, params, prompt, stats):
                 out.write(piece)
         except KeyboardInterrupt:
             interrupted = True
         out.end_line()
         if stats.stop_reason == "context":
-            note(
-                f"context full: all {model.n_ctx} tokens are used, so the text ends here; --ctx-size N makes it larger"
-            )
+            note(f"context full: all {model.n_ctx} tokens are used, so the text ends here; see --ctx-size")
     if not args.no_perf:
         total = time.perf_counter() - args.began
         for line in timing_summary(stats, loaded - args.began, total):
             note(line)
     return INTERRUPTED if interrupted else 0
+
+
+def _pieces(
+    args: argparse.Namespace, model: Model, params: SamplingParams, prompt: str, stats: GenerationStats
+) -> Iterator[str]:
+    """The text `run` generates."""
+    from hotcold.runtime.sampling import Sampler
+
+    if args.single_turn:
+        head = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+        tokens = model.encode_chat([*head, {"role": "user", "content": prompt}])
+    else:
+        tokens = model.tokenizer.encode(prompt, add_special=True, parse_special=args.special)
+    return model.session.generate(
+        tokens,
+        Sampler(params),
+        max_tokens=args.predict,
+        stop=args.stop,
+        ignore_eog=args.ignore_eos,
+        continues=not args.single_turn,
+        stats=stats,
+    )
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -264,11 +272,6 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
         args.parser.error(str(error))
 
 
-def _messages(system: str | None, prompt: str) -> list[dict[str, str]]:
-    head = [{"role": "system", "content": system}] if system else []
-    return [*head, {"role": "user", "content": prompt}]
-
-
 def _prompt(args: argparse.Namespace) -> str:
     """The prompt of `run`, from -p, -f or standard input. Exits with 2 if there is none."""
     _check_text("-sys", args.system_prompt)
@@ -314,6 +317,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _size(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 (the model's) or more, got {value}")
     return value
 
 

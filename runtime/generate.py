@@ -134,9 +134,13 @@ class Session:
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         ignore_eog: bool = False,
+        continues: bool = True,
         stats: GenerationStats | None = None,
     ) -> Iterator[str]:
         """Continue `prompt` (token ids). Yields text as soon as it is certain.
+
+        continues: the text goes on where the prompt ends; False for an answer, whose leading space is not shown where
+        the vocabulary puts one in front of every text.
 
         Ends at an end-of-generation token (not with ignore_eog, which makes the model choose another), after
         max_tokens (None or negative: no limit), when the context is full, or before the first of the `stop` strings,
@@ -144,10 +148,10 @@ class Session:
         """
         stats = GenerationStats() if stats is None else stats
         filter_ = StopFilter([stop] if isinstance(stop, str) else stop)
-        text = self.tokenizer.stream()
+        text = self.tokenizer.stream(continues=continues)
         tokens = [int(t) for t in prompt]
         stats.prompt_tokens = len(tokens)
-        eog = np.fromiter(self.tokenizer.eog_ids, dtype=np.int64)
+        eog = [i for i in self.tokenizer.eog_ids if i < self.engine.config.n_vocab]
         self.engine.reset_stats()
         sampler.forget()
         sampler.accept(tokens)

@@ -205,6 +205,7 @@ class Repl:
             max_tokens=options.max_tokens,
             stop=options.stop,
             ignore_eog=options.ignore_eos,
+            continues=False,
             stats=stats,
         ):
             said.append(piece)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import codecs
 import zlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.generate import Session
 
 EOG, EOG2, CONTROL, N_VOCAB = 256, 257, 258, 259
 
@@ -38,7 +40,7 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
-    def stream(self) -> ByteStream:
+    def stream(self, continues: bool = False) -> ByteStream:
         return ByteStream()
 
     def is_control(self, token: int) -> bool:
@@ -47,7 +49,8 @@ class ByteTokenizer:
 
 class FakeEngine:
     n_ctx = 100
-    interrupt = False  # the next forward is interrupted
+    config = SimpleNamespace(n_vocab=N_VOCAB)
+    interrupt_in = 0  # the n-th forward from now is interrupted; 0: none
 
     def __init__(self) -> None:
         self.cache: list[int] = []
@@ -58,8 +61,8 @@ class FakeEngine:
         return len(self.cache)
 
     def forward(self, tokens: Sequence[int], logits: str = "last") -> np.ndarray:
-        if self.interrupt:
-            self.interrupt = False
+        self.interrupt_in -= 1
+        if self.interrupt_in == 0:
             raise KeyboardInterrupt
         if not tokens or len(self.cache) + len(tokens) > self.n_ctx:
             raise HotcoldError(f"fake: {len(self.cache)} + {len(tokens)} tokens do not fit {self.n_ctx}")
@@ -112,3 +115,26 @@ class ScriptedEngine(FakeEngine):
         if 0 <= at < len(self.script):
             out[self.script[at]] = 50
         return out
+
+
+class FakeTemplate:
+    """role:content| for each message; refuses a system prompt of "forbidden"."""
+
+    def encode(
+        self, tokenizer: ByteTokenizer, messages: list[dict[str, str]], add_generation_prompt: bool
+    ) -> list[int]:
+        if any(m == {"role": "system", "content": "forbidden"} for m in messages):
+            raise HotcoldError("fake template: no system prompt allowed")
+        text = "".join(f"{m['role'][0]}:{m['content']}|" for m in messages)
+        return tokenizer.encode(text + ("a:" if add_generation_prompt else ""))
+
+
+class FakeModel:
+    """What repl.py uses of hotcold.runtime.api.Model."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.session = Session(engine, ByteTokenizer())  # type: ignore[arg-type]
+        self.n_ctx = engine.n_ctx
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return FakeTemplate().encode(ByteTokenizer(), messages, True)

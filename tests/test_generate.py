@@ -133,7 +133,7 @@ def test_an_interruption_leaves_the_session_usable(where: str) -> None:
     running = ours.generate([1, 2], Sampler(GREEDY), max_tokens=6, stats=stats)
     if where == "step":
         next(running)
-    engine.interrupt = True
+    engine.interrupt_in = 1
     with pytest.raises(KeyboardInterrupt):
         list(running)
     assert stats.stop_reason == ""
