@@ -9,6 +9,7 @@ run without one of its properties answers plausible nonsense.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +108,7 @@ class ModelConfig:
         """
         keys = Keys(f)
         _check_supported(keys)
-        n_layer = keys.integer("block_count", 1, _MAX_LAYERS)
+        n_layer = _layers(keys)
         n_embd = keys.integer("embedding_length", 1, _MAX_WIDTH)
         n_head, n_head_kv, head_dim = _heads(keys, n_layer, n_embd)
         n_vocab = _vocab(keys, n_embd)
@@ -159,6 +160,15 @@ def _check_supported(keys: Keys) -> None:
         if isinstance(value, str | list | np.ndarray) or value != neutral:
             raise keys.error(f"key '{keys.full(key)}'", show(value),
                              f"{'no such key' if neutral is None else neutral}: this is not supported")  # fmt: skip
+
+
+def _layers(keys: Keys) -> int:
+    n_layer = keys.integer("block_count", 1, _MAX_LAYERS)
+    numbers = [int(m[1]) for m in map(re.compile(r"blk\.(\d{1,9})\.", re.ASCII).match, keys.file.tensors) if m]
+    if n_layer != max(numbers, default=-1) + 1:
+        raise keys.error(f"key '{keys.full('block_count')}'", n_layer,
+                         f"the {max(numbers, default=-1) + 1} layers that have tensors")  # fmt: skip
+    return n_layer
 
 
 def _heads(keys: Keys, n_layer: int, n_embd: int) -> tuple[int, int, int]:
@@ -240,8 +250,6 @@ def _neurons(keys: Keys, n_layer: int, n_embd: int, split: bool, gated: bool) ->
         shape = keys.matrix(name, allowed)
         if shape != (n, n_embd):
             raise keys.error(f"tensor '{name}'", f"shape {list(shape)}", allowed)
-    if schema.block(n_layer, "attn_norm.weight") in keys.file.tensors:
-        raise keys.error(f"key '{keys.full('block_count')}'", n_layer, "the number of layers that have tensors")
     return tuple(n_ff)
 
 
@@ -250,10 +258,13 @@ def _thresholds(keys: Keys, n_layer: int, activation: str) -> tuple[float, ...]:
         if activation == "fatrelu":
             raise keys.error(f"key '{schema.KEY_THRESHOLD}'", "nothing", "one threshold per layer for fatrelu")
         return (0.0,) * n_layer
-    # Dense activations compare a magnitude with the threshold; relu means a threshold of 0.
-    low = 0.0 if activation in (*schema.DENSE_ACTIVATIONS, "relu") else -1e30
-    high = 0.0 if activation == "relu" else 1e30
-    return tuple(float(t) for t in keys.per_layer(schema.KEY_THRESHOLD, n_layer, low, high, "f"))
+    # Dense activations compare a magnitude with the threshold.
+    low = 0.0 if activation in schema.DENSE_ACTIVATIONS else -1e30
+    thresholds = tuple(float(t) for t in keys.per_layer(schema.KEY_THRESHOLD, n_layer, low, 1e30, "f"))
+    if activation == "relu" and any(thresholds):
+        raise keys.error(f"key '{schema.KEY_THRESHOLD}'", next(t for t in thresholds if t),
+                         "0 for relu: with a threshold it is fatrelu")  # fmt: skip
+    return thresholds
 
 
 def _rope(keys: Keys, head_dim: int, n_ctx: int) -> Rope:

@@ -23,6 +23,10 @@ def show(value: Any) -> str:
     return repr(value)
 
 
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.7g}"
+
+
 class Keys:
     """Typed, bounded reading of metadata. Short keys get the architecture in front of them."""
 
@@ -72,7 +76,7 @@ class Keys:
     def real(self, key: str, low: float, high: float, default: float | None = None) -> float:
         if default is not None and not self.has(key):
             return default
-        allowed = f"a number from {low:g} to {high:g}"
+        allowed = f"a number from {_bound(low)} to {_bound(high)}"
         value = self.raw(key, allowed)
         # NaN fails the comparison too.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -81,7 +85,7 @@ class Keys:
 
     def per_layer(self, key: str, n_layer: int, low: float, high: float, kinds: str) -> list[Any]:
         """An array [n_layer] of the NumPy kinds given, or one number for all layers."""
-        allowed = f"{n_layer} numbers (one per layer) or one, from {low:g} to {high:g}"
+        allowed = f"{n_layer} numbers (one per layer) or one, from {_bound(low)} to {_bound(high)}"
         value = self.raw(key, allowed)
         values = np.atleast_1d(np.asarray(value)) if not isinstance(value, str | list) else np.empty(0, "U1")
         if values.dtype.kind not in kinds or len(values) != n_layer and np.ndim(value):
