@@ -47,7 +47,7 @@ def own_list(o, t, n_threads, keys, ids, values):
                 store_f32(values + 4 * n, load_f32(keys + 4 * r))
                 n += 1
     activate(o.act, o.threshold, values, values, n)
-    for i in range(n, n + 4):  # the last group of four repeats a valid row with weight 0
+    for i in range(n, n + 8):  # the last group of four repeats a valid row with weight 0; one more is prefetched
         store_i32(ids + 4 * i, load_i32(ids + 4 * n - 4) if n else 0)
         store_f32(values + 4 * i, ZERO)
     return n
@@ -62,9 +62,12 @@ def add_neurons(o, n, ids, values, x, xb, acc):
         p, c = ids + 4 * i, values + 4 * i
         i0, i1, i2, i3 = load_i32(p), load_i32(p + 4), load_i32(p + 8), load_i32(p + 12)
         c0, c1, c2, c3 = load_f32(c), load_f32(c + 4), load_f32(c + 8), load_f32(c + 12)
+        n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)  # prefetched meanwhile
+        n0, n1, n2, n3 = n0 - i0, n1 - i1, n2 - i2, n3 - i3
         w, s = o.w2, o.stride2
         if w:
-            u = dot4(o.qt2, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s, o.cols, x, xb)
+            u = dot4(o.qt2, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
+                     n0 * s, n1 * s, n2 * s, n3 * s, o.cols, x, xb)  # fmt: skip
             b = o.bias2
             if b:
                 u = (u[0] + load_f32(b + 4 * i0), u[1] + load_f32(b + 4 * i1),
@@ -76,7 +79,8 @@ def add_neurons(o, n, ids, values, x, xb, acc):
             c2 *= u[2]
             c3 *= u[3]
         w, s = o.w3, o.stride3
-        axpy4(o.qt3, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s, c0, c1, c2, c3, o.cols, acc)
+        axpy4(o.qt3, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
+              n0 * s, n1 * s, n2 * s, n3 * s, c0, c1, c2, c3, o.cols, acc)  # fmt: skip
 
 
 @njit

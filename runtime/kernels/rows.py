@@ -35,7 +35,6 @@ from .simd import (
     load_wh,
     low_nibble_w,
     offset128,
-    prefetch_l1,
     prefetch_l2,
     shl4,
     shr4w,
@@ -54,6 +53,9 @@ from .simd import (
 
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
+# Bytes to prefetch ahead in rows read one after the other. Measured: without it the hardware follows the stream at
+# half the memory's speed; from 8 KiB on all formats reach 80 % of a plain read.
+AHEAD = 12288
 
 
 # ------------------------------------------------------------------ float formats
@@ -63,9 +65,11 @@ def _float_format(load16, load8, load1, size):
     step, step8 = 16 * size, 8 * size
 
     @njit
-    def dot(a, n, x):
+    def dot(a, p, n, x):
         s0, s1, s2, s3 = zero_w(), zero_w(), zero_w(), zero_w()
         for _ in range(n // 64):
+            for line in range(size):  # 64 weights are `size` cache lines
+                prefetch_l2(a + p + 64 * line)
             s0 = fma_w(load16(a), load_w(x), s0)
             s1 = fma_w(load16(a + step), load_w(x + 64), s1)
             s2 = fma_w(load16(a + 2 * step), load_w(x + 128), s2)
@@ -85,13 +89,17 @@ def _float_format(load16, load8, load1, size):
         return y
 
     @njit
-    def dot4(a0, a1, a2, a3, n, x):
-        return dot(a0, n, x), dot(a1, n, x), dot(a2, n, x), dot(a3, n, x)
+    def dot4(a0, a1, a2, a3, p0, p1, p2, p3, n, x):
+        return dot(a0, p0, n, x), dot(a1, p1, n, x), dot(a2, p2, n, x), dot(a3, p3, n, x)
 
     @njit
-    def axpy4(a0, a1, a2, a3, c0, c1, c2, c3, n, acc):
+    def axpy4(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc):
         w0, w1, w2, w3 = splat_w(c0), splat_w(c1), splat_w(c2), splat_w(c3)
         for _ in range(n // 16):
+            prefetch_l2(a0 + p0)
+            prefetch_l2(a1 + p1)
+            prefetch_l2(a2 + p2)
+            prefetch_l2(a3 + p3)
             s = fma_w(load16(a0), w0, load_w(acc))
             s = fma_w(load16(a1), w1, s)
             s = fma_w(load16(a2), w2, s)
@@ -122,12 +130,12 @@ def _float_format(load16, load8, load1, size):
             a3 += size
             acc += 4
 
-    return dot, dot4, axpy4
+    return dot4, axpy4
 
 
-dot_f32, dot4_f32, axpy4_f32 = _float_format(load_w, load_v, load_f32, 4)
-dot_f16, dot4_f16, axpy4_f16 = _float_format(load_wh, load_vh, load_f16, 2)
-dot_bf16, dot4_bf16, axpy4_bf16 = _float_format(load_wb, load_vb, load_bf16, 2)
+dot4_f32, axpy4_f32 = _float_format(load_w, load_v, load_f32, 4)
+dot4_f16, axpy4_f16 = _float_format(load_wh, load_vh, load_f16, 2)
+dot4_bf16, axpy4_bf16 = _float_format(load_wb, load_vb, load_bf16, 2)
 
 
 # ------------------------------------------------------------------ block formats
@@ -155,36 +163,17 @@ def _q4_scaled(a, c, lo, hi):
     return fma_w(low_nibble_w(bytes16), d, lo), fma_w(low_nibble_w(shr4w(bytes16)), d, hi)
 
 
-def _block_format(block, scaled, size, ahead):
-    """`ahead`: bytes between the block being read and the one being prefetched (0: leave it to the hardware)."""
-
+def _block_format(block, scaled, size):
     @njit
-    def dot(a, n, xb):
-        s0, s1 = vzero(), vzero()
-        for _ in range(n // 64):
-            if ahead:
-                prefetch_l2(a + ahead)
-            s0 = block(a, load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D), s0)
-            a += size
-            xb += ACT_BYTES
-            s1 = block(a, load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D), s1)
-            a += size
-            xb += ACT_BYTES
-        if n % 64:
-            s0 = block(a, load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D), s0)
-        return hsum(vadd(s0, s1))
-
-    @njit
-    def dot4(a0, a1, a2, a3, n, xb):
-        """Same order of additions per row as `dot`; the activations are loaded once for four rows."""
+    def dot4(a0, a1, a2, a3, p0, p1, p2, p3, n, xb):
+        """The activations are loaded once for four rows; each row's sum is independent of the others."""
         s0, s1, s2, s3 = vzero(), vzero(), vzero(), vzero()
         t0, t1, t2, t3 = vzero(), vzero(), vzero(), vzero()
         for _ in range(n // 64):
-            if ahead:
-                prefetch_l2(a0 + ahead)
-                prefetch_l2(a1 + ahead)
-                prefetch_l2(a2 + ahead)
-                prefetch_l2(a3 + ahead)
+            prefetch_l2(a0 + p0)  # one line for two blocks (36 or 68 bytes)
+            prefetch_l2(a1 + p1)
+            prefetch_l2(a2 + p2)
+            prefetch_l2(a3 + p3)
             q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
             s0 = block(a0, q, m, d, s0)
             s1 = block(a1, q, m, d, s1)
@@ -210,8 +199,12 @@ def _block_format(block, scaled, size, ahead):
         return hsum(vadd(s0, t0)), hsum(vadd(s1, t1)), hsum(vadd(s2, t2)), hsum(vadd(s3, t3))
 
     @njit
-    def axpy4(a0, a1, a2, a3, c0, c1, c2, c3, n, acc):
+    def axpy4(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc):
         for _ in range(n // 32):
+            prefetch_l2(a0 + p0)
+            prefetch_l2(a1 + p1)
+            prefetch_l2(a2 + p2)
+            prefetch_l2(a3 + p3)
             lo, hi = load_w(acc), load_w(acc + 64)
             lo, hi = scaled(a0, c0, lo, hi)
             lo, hi = scaled(a1, c1, lo, hi)
@@ -225,43 +218,46 @@ def _block_format(block, scaled, size, ahead):
             a3 += size
             acc += 128
 
-    return dot, dot4, axpy4
+    return dot4, axpy4
 
 
-dot_q8, dot4_q8, axpy4_q8 = _block_format(_q8_block, _q8_scaled, Q8_0_BYTES, 0)
-dot_q4, dot4_q4, axpy4_q4 = _block_format(_q4_block, _q4_scaled, Q4_0_BYTES, 0)
+dot4_q8, axpy4_q8 = _block_format(_q8_block, _q8_scaled, Q8_0_BYTES)
+dot4_q4, axpy4_q4 = _block_format(_q4_block, _q4_scaled, Q4_0_BYTES)
 
 
 # ------------------------------------------------------------------ dispatch: one branch chain per four rows
 
 
 @njit
-def dot4(qt, a0, a1, a2, a3, n, x, xb):
-    """Dot products of four rows of format `qt` with x (f32[n] / act blocks); returns four f32."""
+def dot4(qt, a0, a1, a2, a3, p0, p1, p2, p3, n, x, xb):
+    """Dot products of four rows of format `qt` with x (f32[n] / act blocks); returns four f32.
+
+    p0..p3: bytes from each row to what is to be prefetched while it is read (never loaded, so any address will do).
+    """
     if qt == Q8_0:
-        return dot4_q8(a0, a1, a2, a3, n, xb)
+        return dot4_q8(a0, a1, a2, a3, p0, p1, p2, p3, n, xb)
     if qt == Q4_0:
-        return dot4_q4(a0, a1, a2, a3, n, xb)
+        return dot4_q4(a0, a1, a2, a3, p0, p1, p2, p3, n, xb)
     if qt == F16:
-        return dot4_f16(a0, a1, a2, a3, n, x)
+        return dot4_f16(a0, a1, a2, a3, p0, p1, p2, p3, n, x)
     if qt == BF16:
-        return dot4_bf16(a0, a1, a2, a3, n, x)
-    return dot4_f32(a0, a1, a2, a3, n, x)
+        return dot4_bf16(a0, a1, a2, a3, p0, p1, p2, p3, n, x)
+    return dot4_f32(a0, a1, a2, a3, p0, p1, p2, p3, n, x)
 
 
 @njit
-def axpy4(qt, a0, a1, a2, a3, c0, c1, c2, c3, n, acc):
+def axpy4(qt, a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc):
     """acc[0:n] += c0*row0, then c1*row1, c2*row2, c3*row3: in this order, each product fused with its addition."""
     if qt == Q8_0:
-        axpy4_q8(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+        axpy4_q8(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
     elif qt == Q4_0:
-        axpy4_q4(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+        axpy4_q4(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
     elif qt == F16:
-        axpy4_f16(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+        axpy4_f16(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
     elif qt == BF16:
-        axpy4_bf16(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+        axpy4_bf16(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
     else:
-        axpy4_f32(a0, a1, a2, a3, c0, c1, c2, c3, n, acc)
+        axpy4_f32(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
 
 
 @njit
@@ -309,7 +305,8 @@ def matvec(qt, w, stride, r0, r1, n, x, xb, dst):
     for r in range(r0, r1, 4):
         a = w + r * stride
         last = r1 - 1 - r  # the final group repeats its last row
-        y = dot4(qt, a, a + min(1, last) * stride, a + min(2, last) * stride, a + min(3, last) * stride, n, x, xb)
+        y = dot4(qt, a, a + min(1, last) * stride, a + min(2, last) * stride, a + min(3, last) * stride,
+                 AHEAD, AHEAD, AHEAD, AHEAD, n, x, xb)  # fmt: skip
         store_f32(dst + 4 * r, y[0])
         if last >= 1:
             store_f32(dst + 4 * r + 4, y[1])

@@ -199,7 +199,7 @@ def _prefetcher(locality: int) -> Any:
     return prefetch
 
 
-prefetch_l1, prefetch_l2 = _prefetcher(3), _prefetcher(2)
+prefetch_l2 = _prefetcher(2)
 
 
 # ------------------------------------------------------------------ arithmetic, 8 and 16 lanes

@@ -82,7 +82,7 @@ def _embed(o, t, n_threads, n_tok, tokens, pos):
         copy_row(o.qt, o.w + load_i64(tokens + 8 * i) * o.stride, o.cols, o.scale, dst)
         if o.w2:  # learned positions
             row = o.w2 + (pos + i) * o.stride2
-            axpy4(o.qt2, row, row, row, row, ONE, ZERO, ZERO, ZERO, o.cols, dst)
+            axpy4(o.qt2, row, row, row, row, 0, 0, 0, 0, ONE, ZERO, ZERO, ZERO, o.cols, dst)
 
 
 @njit
