@@ -122,6 +122,7 @@ class Model:
         SamplingParams and Session.generate. Raises HotcoldError at once for arguments out of range, and when iterated
         for a prompt that does not fit the context.
         """
+        _ = self.session  # closed?
         params = _params(temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
@@ -152,6 +153,7 @@ class Model:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
+        _ = self.session  # closed?
         return self.template.encode(self.tokenizer, [dict(m) for m in messages], add_generation_prompt=True)
 
     def _generate(

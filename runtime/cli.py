@@ -22,6 +22,7 @@ from hotcold.runtime.errors import HotcoldError
 
 if TYPE_CHECKING:
     from hotcold.runtime.api import Model
+    from hotcold.runtime.generate import GenerationStats
     from hotcold.runtime.sampling import SamplingParams
 
 INTERRUPTED = 130

@@ -123,6 +123,7 @@ def _key_bindings() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     @keys.add("c-c", filter=typing)
+    @keys.add("<sigint>", filter=typing)
     def _clear(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()

@@ -1,0 +1,67 @@
+"""console.py: what reaches a terminal, and the timing lines."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+
+from hotcold.runtime.console import TextOut, printable, share_line, timing_summary
+from hotcold.runtime.generate import GenerationStats
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_are_spelled_out_and_text_is_not() -> None:
+    assert printable("a\tb\n\x1b[31m\r\x07\x9b\x7f\x00") == "a\tb\n\\x1b[31m\\x0d\\x07\\x9b\\x7f\\x00"
+    assert printable("žluťoučký 😀 \u00a0") == "žluťoučký 😀 \u00a0"
+
+
+def test_a_terminal_gets_escaped_text_and_a_pipe_gets_it_as_it_is() -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    TextOut(terminal).write("\x1b]0;owned\x07")
+    TextOut(pipe).write("\x1b]0;owned\x07")
+    assert terminal.getvalue() == "\\x1b]0;owned\\x07"
+    assert pipe.getvalue() == "\x1b]0;owned\x07"
+
+
+def test_end_line_adds_a_newline_only_where_one_is_missing() -> None:
+    stream = io.StringIO()
+    out = TextOut(stream)
+    out.end_line()
+    out.write("a")
+    out.write("")
+    out.end_line()
+    out.end_line()
+    out.write("b\n")
+    out.end_line()
+    assert stream.getvalue() == "a\nb\n"
+
+
+def stats(shares: list[float]) -> GenerationStats:
+    return GenerationStats(
+        prompt_tokens=12, reused_tokens=2, generated_tokens=6, prompt_seconds=0.5, eval_runs=5, eval_seconds=0.25,
+        shares=np.array(shares),
+    )  # fmt: skip
+
+
+def test_summary_counts_evaluated_tokens_and_rates() -> None:
+    text = "\n".join(timing_summary(stats([0.5, 0.251]), load_seconds=1.5, total_seconds=3))
+    assert "load time =    1500.00 ms" in text
+    assert "prompt eval time =     500.00 ms /    10 tokens (   50.00 ms per token,    20.00 tokens per second)" in text
+    assert " eval time =     250.00 ms /     5 runs   (   50.00 ms per token,    20.00 tokens per second)" in text
+    assert "total time =    3000.00 ms /    15 tokens" in text
+    assert "neurons computed = 37.5 % (layers 0-1: 50 25)" in text
+
+
+def test_summary_of_nothing_divides_by_nothing() -> None:
+    text = "\n".join(timing_summary(GenerationStats(), 0, 0))
+    assert "0.00 tokens per second" in text and "neurons" not in text
+
+
+def test_layers_that_are_alike_are_not_listed() -> None:
+    assert share_line(stats([1.0, 1.0, 1.0])) == "100.0 % in each of 3 layers"
+    assert share_line(GenerationStats()) == "no token generated yet"
