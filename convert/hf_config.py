@@ -176,7 +176,8 @@ def read_rope(reader: ConfigReader, n_ctx: int, default_theta: float = 10000.0) 
     nested = [v for v in params.values() if isinstance(v, dict)]
     if nested:  # one set per kind of layer
         if len(nested) != sum(v is not None for v in params.values()) or any(v != nested[0] for v in nested):
-            raise HotcoldError(f"config.json: {key} differs between kinds of layers: not supported: {str(params)[:200]}")
+            raise HotcoldError(f"config.json: {key} differs between kinds of layers, which is not supported: "
+                               f"{str(params)[:200]}")
         params = nested[0]
     params = {k: v for k, v in params.items() if v is not None}
     kind = params.pop("rope_type", params.get("type", "default"))

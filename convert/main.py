@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             raise HotcoldError(f"{out}: is the source: choose another name with -o")
         if args.verbose:
             _list_tensors(target, report)
-        _summary(console, model, target, out, dry_run=args.dry_run)
+        _summary(console, args, model, target, out)
         if args.dry_run:
             _say_notes(console, report)
             console.print("dry run: nothing written")
@@ -147,7 +147,7 @@ def _list_tensors(target: Target, report: Report) -> None:
     sys.stdout.flush()
 
 
-def _summary(console: Console, model: StockModel, target: Target, out: Path, dry_run: bool) -> None:
+def _summary(console: Console, args: argparse.Namespace, model: StockModel, target: Target, out: Path) -> None:
     threshold = f", threshold {max(model.thresholds):g}" if any(model.thresholds) else ""
     n_ff = f"{model.n_ff[0]}" if len(set(model.n_ff)) == 1 else f"{min(model.n_ff)}..{max(model.n_ff)}"
     counts = ", ".join(f"{n} {name}" for name, n in sorted(target.type_counts().items()))
@@ -155,7 +155,7 @@ def _summary(console: Console, model: StockModel, target: Target, out: Path, dry
     lines = [
         f"source       {model.source}, architecture {model.arch}, {target.n_parameters / 1e6:.1f} M parameters",
         f"feed-forward {n_ff} neurons x {model.n_layer} layers, {model.activation}{threshold}, {gate}",
-        f"tensors      {counts}{model.auto_reason}",
+        f"tensors      {counts}{model.auto_reason if args.outtype == 'auto' else ''}",
         f"output       {out} ({target.n_bytes / 1e6:.1f} MB of tensors)",
     ]
     for line in lines:

@@ -1,6 +1,7 @@
 """Which storage type every tensor of the target gets.
 
-In: tensors of a StockModel and `--outtype`. Out: types, with the reasons in the Report. Next: neuron_split.py, stock.py.
+In: tensors of a StockModel and `--outtype`. Out: types, with the reasons in the Report.
+Next: neuron_split.py, stock.py.
 
 `auto` keeps what the source has wherever that loses nothing. What must change:
 - a quantized down matrix has its blocks along the other axis, so it is quantized again: as Q8_0, whose cost is
