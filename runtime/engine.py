@@ -14,17 +14,18 @@ from os import PathLike
 
 import numba
 import numpy as np
+import psutil
 
-from .config import ModelConfig
-from .errors import HotcoldError
-from .gguf_file import GGUFFile, open_gguf
-from .kernels import walk
-from .kernels.cache import compile_cached
-from .plan import Plan, make_plan
-from .program import KV_TYPES, Buffers, aligned, lower
-from .rope import rope_table
-from .threads import default_threads
-from .weights import Weights, load_weights
+from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import GGUFFile, open_gguf
+from hotcold.runtime.kernels import walk
+from hotcold.runtime.kernels.cache import compile_cached
+from hotcold.runtime.plan import Plan, make_plan
+from hotcold.runtime.program import KV_TYPES, Buffers, aligned, lower
+from hotcold.runtime.rope import rope_table
+from hotcold.runtime.threads import default_threads
+from hotcold.runtime.weights import Weights, load_weights
 
 DEFAULT_N_CTX = 4096
 N_BATCH = 256  # tokens per block
@@ -80,13 +81,26 @@ class Team:
         for word, value in arguments.items():
             self.control[word] = value
         self.control[walk.ABORT] = 0
-        self._go()
+        before = int(self.control[walk.GO])
         try:
+            self._go()
             self._done.acquire()
         except BaseException:
-            self.control[walk.ABORT] = 1
-            self._done.acquire()
+            if self.control[walk.GO] != before:
+                self._abandon()
             raise
+
+    def _abandon(self) -> None:
+        """Make the team leave a run that is under way, and wait for that; more Ctrl-C cannot stop the waiting."""
+        self.control[walk.ABORT] = 1
+        for semaphore in self._wake:  # one may have been left asleep; a worker woken for nothing parks again
+            semaphore.release()
+        while True:
+            try:
+                self._done.acquire()
+                return
+            except KeyboardInterrupt:
+                continue
 
     def close(self) -> None:
         self.control[walk.A_N_TOK] = walk.EXIT
@@ -114,6 +128,7 @@ class Engine:
         self.n_ctx, self.threads, self.sparsity = n_ctx, n_threads, plan.sparsity
         self.n_past = 0
         self.n_batch = min(N_BATCH, n_ctx)
+        _check_memory(config, n_ctx, self.n_batch, kv_type)
         self._buffers = Buffers(config, n_threads, n_ctx, self.n_batch, kv_type)
         self._counts = np.zeros((config.n_layer, n_threads), np.int64)
         self._counted_tokens = 0
@@ -263,6 +278,17 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _check_memory(config: ModelConfig, n_ctx: int, n_batch: int, kv_type: str) -> None:
+    """The system would promise any amount and kill the process later: compare with what is free now."""
+    needed = Buffers.estimate(config, n_ctx, n_batch, kv_type)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise HotcoldError(
+            f"a context of {n_ctx} tokens needs {needed / 2**30:.1f} GiB for the KV cache and activations, "
+            f"{free / 2**30:.1f} GiB are free: use a smaller --ctx-size"
+        )
 
 
 def _context_size(config: ModelConfig, wanted: int | None, notify: Callable[[str], None]) -> int:

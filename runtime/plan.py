@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from . import schema
-from .config import ModelConfig
-from .errors import HotcoldError
-from .kernels import formats
-from .weights import Matrix, Weights
+from hotcold.runtime import schema
+from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.kernels import formats
+from hotcold.runtime.weights import Matrix, Weights
 
 SPARSITY_MODES = ("auto", "dense", "exact")
 
@@ -77,7 +77,8 @@ def make_plan(config: ModelConfig, weights: Weights, sparsity: str) -> Plan:
 
 
 def _operators(c: ModelConfig, w: Weights, many_tokens: bool) -> tuple[Op, ...]:
-    ops = [Op("embed", -1, (), ("x",), (w["token_embd.weight"], w.get("position_embd.weight")), scale=c.embedding_scale)]
+    tables = (w["token_embd.weight"], w.get("position_embd.weight"))
+    ops = [Op("embed", -1, (), ("x",), tables, scale=c.embedding_scale)]
     for layer in range(c.n_layer):
         ops += _attention(c, w, layer)
         if c.layout == "stock":

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import schema
-from .config import ModelConfig
-from .kernels import formats, walk
-from .kernels.blocks import panel_bytes
-from .kernels.ffn import LIST_PADDING
-from .kernels.vector import ACTIVATION_CODES
-from .plan import Op, Plan
+from hotcold.runtime import schema
+from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.kernels import formats, walk
+from hotcold.runtime.kernels.blocks import panel_bytes
+from hotcold.runtime.kernels.ffn import LIST_PADDING
+from hotcold.runtime.kernels.vector import ACTIVATION_CODES
+from hotcold.runtime.plan import Op, Plan
 
 KV_TYPES = {"f16": formats.F16, "f32": formats.F32}
 _PAGE = 4096
@@ -59,21 +59,35 @@ class Area:
 
 
 class Buffers:
-    """All memory that a run writes: activations, KV cache, each thread's arena. Mutable state, one owner: the engine."""
+    """All memory that a run writes: activations, KV cache, each thread's arena. Owned by one engine."""
 
     def __init__(self, config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str) -> None:
         c = config
         self.n_ctx, self.n_batch, self.kv_type = n_ctx, n_batch, KV_TYPES[kv_type]
         self._memory: list[np.ndarray] = []
-        q, kv, n_ff = c.n_head * c.head_dim, c.n_head_kv * c.head_dim, max(c.n_ff)
-        sizes = {"x": c.n_embd, "h": c.n_embd, "hq": max(q, n_ff), "q": q, "k": kv, "v": kv, "att": q, "g": n_ff}
-        if c.gated:
-            sizes["u"] = n_ff
-        self.shared = {name: self._activations(size, n_batch) for name, size in sizes.items()}
-        self.cache_row = c.head_dim * (2 if self.kv_type == formats.F16 else 4)
+        widths = self._widths(c)
+        self.shared = {name: self._activations(width, n_batch) for name, width in widths.items()}
+        self.cache_row = self._cache_row(c, kv_type)
         cache_bytes = c.n_head_kv * n_ctx * self.cache_row
         self.cache = [(self._new(cache_bytes), self._new(cache_bytes)) for _ in range(c.n_layer)]
-        self._make_arena(c, n_threads, max(q, n_ff))
+        self._make_arena(c, n_threads, widths["hq"])
+
+    @staticmethod
+    def _widths(c: ModelConfig) -> dict[str, int]:
+        """Values per token of each shared buffer."""
+        q, kv, n_ff = c.n_head * c.head_dim, c.n_head_kv * c.head_dim, max(c.n_ff)
+        widths = {"x": c.n_embd, "h": c.n_embd, "hq": max(q, n_ff), "q": q, "k": kv, "v": kv, "att": q, "g": n_ff}
+        return widths | ({"u": n_ff} if c.gated else {})
+
+    @staticmethod
+    def _cache_row(c: ModelConfig, kv_type: str) -> int:
+        return c.head_dim * (2 if KV_TYPES[kv_type] == formats.F16 else 4)
+
+    @classmethod
+    def estimate(cls, config: ModelConfig, n_ctx: int, n_batch: int, kv_type: str) -> int:
+        """Bytes of KV cache and activations, before anything is allocated."""
+        cache = 2 * config.n_layer * config.n_head_kv * n_ctx * cls._cache_row(config, kv_type)
+        return cache + 6 * n_batch * sum(cls._widths(config).values())  # f32 and act blocks
 
     def _new(self, n_bytes: int) -> int:
         memory = aligned(n_bytes)
@@ -112,10 +126,6 @@ class Buffers:
         if name == "hq":
             return Area(0, 0, self.private["hq_b"], 0)
         return self.shared[name]
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(m.nbytes for m in self._memory)
 
 
 class Lowering:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from . import schema
-from .config import ModelConfig
-from .errors import GGUFError, HotcoldError
-from .gguf_file import GGUFFile, safe_text
-from .kernels import formats
+from hotcold.runtime import schema
+from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.errors import GGUFError, HotcoldError
+from hotcold.runtime.gguf_file import GGUFFile, safe_text
+from hotcold.runtime.kernels import formats
 
 _VECTOR_DTYPES = (np.float32, np.float16)
 

@@ -7,9 +7,9 @@ Next: walk.py.
 import numpy as np
 from numba import njit
 
-from .formats import F16
-from .rows import ONE
-from .simd import (
+from hotcold.runtime.kernels.formats import F16
+from hotcold.runtime.kernels.rows import ONE
+from hotcold.runtime.kernels.simd import (
     add_w,
     fma,
     fma_w,
@@ -22,6 +22,7 @@ from .simd import (
     load_w,
     load_wh,
     mul_w,
+    splat,
     splat_w,
     store_f16,
     store_f32,
@@ -29,11 +30,10 @@ from .simd import (
     store_w,
     sub_w,
     vmul,
-    splat,
     vzero,
     zero_w,
 )
-from .vector import exp_w
+from hotcold.runtime.kernels.vector import exp_w
 
 _LOW = np.float32(-1e30)
 

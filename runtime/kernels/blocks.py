@@ -9,10 +9,10 @@ Small blocks use the same row kernels as single tokens; from PACK_TOKENS on, a p
 
 from numba import njit
 
-from .formats import BF16, F16, F32, Q4_0, Q4_0_BYTES, Q8_0, Q8_0_BYTES
-from .rows import matvec, row1, row16
-from .simd import load_f32, store_f32, store_w, zero_w
-from .tiles import (
+from hotcold.runtime.kernels.formats import BF16, F16, F32, Q4_0, Q4_0_BYTES, Q8_0, Q8_0_BYTES
+from hotcold.runtime.kernels.rows import matvec, row1, row16
+from hotcold.runtime.kernels.simd import load_f32, store_f32, store_w, zero_w
+from hotcold.runtime.kernels.tiles import (
     BYTE_BLOCK,
     FLOAT_ROWS,
     FLOAT_VECTORS,

@@ -10,9 +10,9 @@ activation is 0 adds 0, so skipping it changes no bit: exact equals dense, at th
 
 from numba import njit
 
-from .rows import ZERO, axpy4, dot4, matvec
-from .simd import load_f32, load_i32, store_f32, store_i32, store_w, zero_w
-from .vector import DRELU, activate
+from hotcold.runtime.kernels.rows import ZERO, axpy4, dot4, matvec
+from hotcold.runtime.kernels.simd import load_f32, load_i32, store_f32, store_i32, store_w, zero_w
+from hotcold.runtime.kernels.vector import DRELU, activate
 
 CHUNK = 32
 LIST_PADDING = 16  # entries a list may be read past its end

@@ -10,8 +10,18 @@ Activations: f32[n] at `x` for float formats, act blocks (formats.py) at `xb` fo
 import numpy as np
 from numba import njit
 
-from .formats import ACT_BYTES, ACT_D, ACT_SUMS, BF16, F16, F32, Q4_0, Q4_0_BYTES, Q8_0, Q8_0_BYTES
-from .simd import (
+from hotcold.runtime.kernels.formats import (
+    ACT_BYTES,
+    ACT_D,
+    ACT_SUMS,
+    BF16,
+    F16,
+    Q4_0,
+    Q4_0_BYTES,
+    Q8_0,
+    Q8_0_BYTES,
+)
+from hotcold.runtime.kernels.simd import (
     add_w,
     dpbusd,
     fma,

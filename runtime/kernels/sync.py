@@ -6,7 +6,7 @@ In: addresses of 64-bit words. Out: barrier(), atomic_*. Next: walk.py.
 from llvmlite import ir
 from numba import njit, types
 
-from .simd import I64, VOID, X86, addr, call, emit, pointer
+from hotcold.runtime.kernels.simd import I64, VOID, X86, addr, call, emit, pointer
 
 # Found by LLVM in the process (libc); unlike a ctypes pointer it survives Numba's disk cache.
 sched_yield = types.ExternalFunction("sched_yield", types.int32())

@@ -14,8 +14,8 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from .formats import ACT_BYTES, ACT_D, ACT_SUM
-from .simd import (
+from hotcold.runtime.kernels.formats import ACT_BYTES, ACT_D, ACT_SUM
+from hotcold.runtime.kernels.simd import (
     F32,
     I32,
     I64,

@@ -8,9 +8,9 @@ import math
 import numpy as np
 from numba import njit
 
-from .formats import ACT_BYTES, ACT_D, ACT_SUM, ACT_SUMS
-from .rows import ONE, ZERO
-from .simd import (
+from hotcold.runtime.kernels.formats import ACT_BYTES, ACT_D, ACT_SUM, ACT_SUMS
+from hotcold.runtime.kernels.rows import ONE, ZERO
+from hotcold.runtime.kernels.simd import (
     add_w,
     div_w,
     dpbusd,

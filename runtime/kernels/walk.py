@@ -10,14 +10,14 @@ Small vector work of a single token is repeated by every thread into private mem
 import numpy as np
 from numba import njit
 
-from .attention import attend, store_cache
-from .blocks import matmul, matmul_columns
-from .ffn import sparse_ffn
-from .rows import ONE, ZERO, axpy4, copy_row, matvec
-from .simd import load_f32, load_i64, store_f32, store_i64
-from .sync import atomic_load, atomic_store, atomic_swap, barrier, pause
-from .tiles import FLOAT_ROWS
-from .vector import activate, gate, layer_norm, quantize, rms_norm, rotate
+from hotcold.runtime.kernels.attention import attend, store_cache
+from hotcold.runtime.kernels.blocks import matmul, matmul_columns
+from hotcold.runtime.kernels.ffn import sparse_ffn
+from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec
+from hotcold.runtime.kernels.simd import load_f32, load_i64, store_f32, store_i64
+from hotcold.runtime.kernels.sync import atomic_load, atomic_store, atomic_swap, barrier, pause
+from hotcold.runtime.kernels.tiles import FLOAT_ROWS
+from hotcold.runtime.kernels.vector import activate, gate, layer_norm, quantize, rms_norm, rotate
 
 # One operator. Addresses are int64; `ld_*` are bytes from one token to the next. private = 1: the activations it reads
 # (MATMUL, FFN) or writes (NORM, QUANT) are this thread's own copy, in its arena. What else a field means to an operator
