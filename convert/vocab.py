@@ -20,6 +20,8 @@ from hotcold.convert.vocab_special import SpecialFiles, chat_template_metadata, 
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.pretokenizers import SPM, identify, spm_space_prefix
 
+_SPM_PB: Any = sentencepiece_model_pb2  # its classes are made at run time, out of a type checker's sight
+
 ADDED_SCORE = -1000.0
 PAD_SCORE = -10000.0
 NEEDED = "tokenizer.json, or tokenizer.model, or vocab.json and merges.txt of a GPT-2 tokenizer"
@@ -160,15 +162,15 @@ def _from_spm_json(tokenizer_json: dict[str, Any], n_rows: int) -> Vocab:
 def _from_sentencepiece(checkpoint: Checkpoint, n_rows: int, tokenizer_json: dict[str, Any] | None,
                         report: Report) -> Vocab:
     path = checkpoint.folder / "tokenizer.model"
-    model = sentencepiece_model_pb2.ModelProto()
+    model = _SPM_PB.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
     except DecodeError:
         model.Clear()
     if not model.pieces:
         raise HotcoldError(f"{path}: not a SentencePiece model: download it again, or add tokenizer.json")
-    if model.trainer_spec.model_type != sentencepiece_model_pb2.TrainerSpec.BPE:
-        name = sentencepiece_model_pb2.TrainerSpec.ModelType.Name(model.trainer_spec.model_type)
+    if model.trainer_spec.model_type != _SPM_PB.TrainerSpec.BPE:
+        name = _SPM_PB.TrainerSpec.ModelType.Name(model.trainer_spec.model_type)
         raise HotcoldError(f"{path}: SentencePiece model type {name}: supported is BPE")
     if tokenizer_json is not None:
         known = _model_vocab(tokenizer_json)
@@ -178,7 +180,7 @@ def _from_sentencepiece(checkpoint: Checkpoint, n_rows: int, tokenizer_json: dic
     if model.normalizer_spec.precompiled_charsmap:
         report.note(f"warning: tokenizer.model normalizes text ({model.normalizer_spec.name}), which the runtime and "
                     "llama.cpp do not: ids of unusual characters may differ from Hugging Face's")
-    kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
+    kinds = _SPM_PB.ModelProto.SentencePiece
     types = {kinds.NORMAL: TokenType.NORMAL, kinds.UNKNOWN: TokenType.UNKNOWN, kinds.CONTROL: TokenType.CONTROL,
              kinds.USER_DEFINED: TokenType.USER_DEFINED, kinds.UNUSED: TokenType.UNUSED, kinds.BYTE: TokenType.BYTE}
     vocab = _empty(n_rows, spm=True)

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import gguf
 import numpy as np
@@ -96,25 +97,24 @@ def _write(target: Target, path: Path, progress: Callable[[str, int], None]) -> 
         file = writer.fout[0]
         writer.write_padding(file, file.tell())
         for t in target.tensors:
-            _write_tensor(writer, t, progress)
+            writer.write_padding(file, _write_tensor(file, t, progress))
         file.flush()
         os.fsync(file.fileno())
     finally:
         writer.close()
 
 
-def _write_tensor(writer: gguf.GGUFWriter, t: LazyTensor, progress: Callable[[str, int], None]) -> None:
-    """Slab by slab: the writer's own method wants a whole tensor in memory."""
-    file = writer.fout[0]
+def _write_tensor(file: BinaryIO, t: LazyTensor, progress: Callable[[str, int], None]) -> int:
+    """Slab by slab: GGUFWriter's own method wants a whole tensor in memory. Returns the bytes written."""
     written = 0
     for a, b in t.slabs():
         raw = np.ascontiguousarray(t.read(a, b))
-        file.write(raw.reshape(-1).view(np.uint8))
+        file.write(raw.reshape(-1).view(np.uint8).data)
         written += raw.nbytes
         progress(t.name, raw.nbytes)
     if written != t.n_bytes:
         raise HotcoldError(f"tensor {t.name}: {written} bytes made, {t.n_bytes} planned: please report this")
-    writer.write_padding(file, written)
+    return written
 
 
 def _sync_folder(folder: Path) -> None:
