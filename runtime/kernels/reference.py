@@ -1,0 +1,185 @@
+"""The NumPy truth of every kernel: plain, slow, in float64.
+
+In: arrays; weights as the raw bytes of a file, uint8 [rows, row bytes]. Out: float64 arrays. Next: tests compare the
+kernels of the other modules with these.
+
+Only what defines the numbers is kept from the kernels: how weights are decoded, and that activations meet Q8_0 and
+Q4_0 rows as blocks of 32 int8. Orders of additions are not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.special import erf
+
+from .formats import ACT_BYTES, ACT_D, ACT_SUM, ACT_SUMS, BF16, BLOCK, F16, F32, Q4_0, Q8_0, QUANTIZED
+
+Array = np.ndarray
+
+
+# ------------------------------------------------------------------ formats
+
+
+def decode(ggml_type: int, raw: Array, cols: int) -> Array:
+    """Raw rows, uint8 [rows, row bytes] -> their weights, float64 [rows, cols]."""
+    rows = len(raw)
+    if ggml_type == F32:
+        return raw.view(np.float32).astype(np.float64)
+    if ggml_type == F16:
+        return raw.view(np.float16).astype(np.float64)
+    if ggml_type == BF16:
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    blocks = raw.reshape(rows, cols // BLOCK, -1)
+    d = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16).astype(np.float64)  # [rows, blocks, 1]
+    if ggml_type == Q8_0:
+        values = blocks[:, :, 2:].view(np.int8).astype(np.float64)
+    elif ggml_type == Q4_0:  # low nibbles are the first 16 values, high nibbles the other 16; zero is 8
+        nibbles = np.concatenate([blocks[:, :, 2:] & 15, blocks[:, :, 2:] >> 4], axis=2)
+        values = nibbles.astype(np.float64) - 8
+    else:
+        raise ValueError(f"type {ggml_type} is not computed natively")
+    return (d * values).reshape(rows, cols)
+
+
+def quantize(x: Array) -> tuple[Array, Array]:
+    """Activations float32 [..., n] -> (q int8 [..., n/32, 32], d float32 [..., n/32]): x is about q * d."""
+    blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, BLOCK)
+    top = np.abs(blocks).max(axis=-1)
+    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+    return np.rint(blocks * inverse[..., None]).astype(np.int8), top * np.float32(1 / 127)
+
+
+def act_blocks(x: Array) -> Array:
+    """Activations float32 [..., n] -> the act blocks of formats.py, uint8 [..., n/32 * 64]."""
+    q, d = quantize(x)
+    out = np.zeros((*d.shape, ACT_BYTES), np.uint8)
+    sums = q.reshape(*d.shape, 8, 4).sum(axis=-1, dtype=np.int32) * -8
+    out[..., :ACT_SUMS] = q.view(np.uint8)
+    out[..., ACT_SUMS:ACT_D] = sums.astype(np.int16).view(np.uint8)
+    out[..., ACT_D:ACT_SUM] = d[..., None].view(np.uint8)
+    out[..., ACT_SUM : ACT_SUM + 4] = sums.sum(axis=-1, dtype=np.int32)[..., None].view(np.uint8)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def seen(ggml_type: int, x: Array) -> Array:
+    """What rows of this format are multiplied with instead of x [..., n]: float64 [..., n]."""
+    if ggml_type not in QUANTIZED:
+        return np.asarray(x, np.float64)
+    q, d = quantize(x)
+    return (q * d.astype(np.float64)[..., None]).reshape(x.shape)
+
+
+# ------------------------------------------------------------------ matrices
+
+
+def matmul(ggml_type: int, raw: Array, x: Array, bias: Array | None = None, scale: float = 1.0) -> Array:
+    """scale * (x . row + bias) for x [..., cols] and every raw row: float64 [..., rows]."""
+    y = seen(ggml_type, x) @ decode(ggml_type, raw, x.shape[-1]).T
+    return scale * (y if bias is None else y + bias)
+
+
+def embed(ggml_type: int, raw: Array, ids: Array, cols: int, scale: float = 1.0) -> Array:
+    """The rows of `ids` times scale: float64 [len(ids), cols]."""
+    return scale * decode(ggml_type, raw[ids], cols)
+
+
+def down(ggml_type: int, raw: Array, values: Array, cols: int, bias: Array | None = None, scale: float = 1.0) -> Array:
+    """scale * (sum over neurons of value * down row + bias): values [..., neurons] -> float64 [..., cols]."""
+    y = np.asarray(values, np.float64) @ decode(ggml_type, raw, cols)
+    return scale * (y if bias is None else y + bias)
+
+
+# ------------------------------------------------------------------ vectors
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Over the last axis."""
+    x = np.asarray(x, np.float64)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def layer_norm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+    """Over the last axis."""
+    x = np.asarray(x, np.float64)
+    x = x - x.mean(axis=-1, keepdims=True)
+    y = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+    return y if bias is None else y + bias
+
+
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """Rotary embedding of heads x [..., head_dim]; cos, sin [..., n_dims/2] turn the first n_dims dimensions.
+
+    Pairs are (2i, 2i+1) when interleaved, else (i, i + n_dims/2).
+    """
+    half = cos.shape[-1]
+    out = np.array(x, np.float64)
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    a, b = out[..., first].copy(), out[..., second].copy()
+    out[..., first] = a * cos - b * sin
+    out[..., second] = a * sin + b * cos
+    return out
+
+
+# ------------------------------------------------------------------ FFN
+
+
+def fires(keys: Array, threshold: float) -> Array:
+    """Which neurons of a ReLU-family activation are on: bool, shape of keys."""
+    return np.asarray(keys) > threshold
+
+
+def activate(name: str, keys: Array, threshold: float = 0.0) -> Array:
+    """An activation function of schema.ACTIVATIONS, elementwise, float64."""
+    x = np.asarray(keys, np.float64)
+    if name in ("relu", "fatrelu", "drelu"):
+        return np.where(fires(x, threshold), x, 0.0)
+    if name == "relu2":
+        return np.where(fires(x, threshold), x * x, 0.0)
+    if name == "silu":
+        return x * _sigmoid(x)
+    if name == "gelu":
+        return 0.5 * x * (1.0 + erf(x * 0.5**0.5))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1.0 + np.tanh((2.0 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    raise ValueError(f"activation {name!r} is unknown")
+
+
+def neuron_values(name: str, keys: Array, up: Array | None, threshold: float = 0.0) -> Array:
+    """What each neuron multiplies its down row by: act(key), times up (clamped at 0 by drelu) when gated."""
+    value = activate(name, keys, threshold)
+    if up is None:
+        return value
+    return value * (np.maximum(up, 0.0) if name == "drelu" else up)
+
+
+def _sigmoid(x: Array) -> Array:
+    return 0.5 * (1.0 + np.tanh(0.5 * x))
+
+
+# ------------------------------------------------------------------ attention
+
+
+def attend(q: Array, k: Array, v: Array, scale: float) -> Array:
+    """softmax(scale * q k^T) v of one head: q [head_dim], k and v [positions, head_dim] -> float64 [head_dim]."""
+    scores = scale * (np.asarray(k, np.float64) @ np.asarray(q, np.float64))
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum() @ np.asarray(v, np.float64)
+
+
+def attention(q: Array, k: Array, v: Array, first: int, window: int, scale: float) -> Array:
+    """Causal attention of tokens at positions first, first+1, ...: float64 [tokens, heads, head_dim].
+
+    q: [tokens, heads, head_dim]; k, v: [kv heads, positions, head_dim], the cache. window > 0: a token sees itself
+    and the window-1 before it.
+    """
+    tokens, heads, _ = q.shape
+    group = heads // len(k)
+    out = np.empty(q.shape, np.float64)
+    for t in range(tokens):
+        end = first + t + 1
+        seen_from = max(0, end - window) if window else 0
+        for h in range(heads):
+            past = (h // group, slice(seen_from, end))
+            out[t, h] = attend(q[t, h], k[past], v[past], scale)
+    return out
