@@ -209,7 +209,7 @@ def _marks_spaces(normalizer: Any, cutter: Any) -> bool:
 def _canonical_normalizer(node: Any) -> bool | None:
     """True: NFC, False: nothing, None: something the table has no name for."""
     names = [s.get("type") for s in _flatten(node, "normalizers")]
-    return {(): False, ("NFC",): True}.get(tuple(names))
+    return False if not names else (True if names == ["NFC"] else None)
 
 
 def _canonical_steps(node: Any) -> tuple[Step, ...] | None:

@@ -72,6 +72,10 @@ class Tokenizer:
         """Texts of all control tokens."""
         return [self.vocabulary.tokens[i] for i in sorted(self._hidden)]
 
+    def special_texts(self) -> list[str]:
+        """Texts of all tokens that are cut out of text: control, unknown, user-defined."""
+        return [self.vocabulary.tokens[i] for i in self.vocabulary.ids_of(*_HIDDEN, TokenType.USER_DEFINED)]
+
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`.
 
@@ -93,7 +97,7 @@ class Tokenizer:
 
         A stand-in keeps what surrounds it from being a control token; the ids are those of the original characters.
         """
-        original = str.maketrans(dict(stand_ins))
+        original = {ord(k): v for k, v in stand_ins.items()}
         ids: list[int] = []
         for token_id, run in self._find_special.cut(_encodable(text)):
             if token_id is not None:

@@ -8,10 +8,10 @@ can never become one.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
+from sentencepiece import sentencepiece_model_pb2 as _pb2
 from tokenizers import Tokenizer, models
 
 from hotcold.runtime import pretokenizers
@@ -40,6 +40,7 @@ def _byte_alphabet() -> dict[str, int]:
     return table
 
 
+pb2: Any = _pb2  # made at import time, so mypy cannot see its members
 _BYTE_OF = _byte_alphabet()
 
 
@@ -90,8 +91,8 @@ class SPMModel:
         unk_id = vocabulary.unk_id if vocabulary.unk_id in unknown else (unknown[0] if unknown else None)
         if unk_id is None and not fallback:
             raise HotcoldError(f"{where}: {P}token_type: found neither an unknown token nor all 256 byte tokens")
-        proto = sentencepiece_model_pb2.ModelProto()
-        kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
+        proto = pb2.ModelProto()
+        kinds = pb2.ModelProto.SentencePiece
         # Special tokens are taken out of the text before it comes here: as control pieces they match nothing.
         kind_of = {
             TokenType.NORMAL: kinds.NORMAL, TokenType.UNDEFINED: kinds.NORMAL, TokenType.BYTE: kinds.BYTE,
@@ -104,7 +105,7 @@ class SPMModel:
                 proto.pieces[i].type = kinds.UNKNOWN
         if unk_id is None:  # never produced: every byte has a token
             proto.pieces.add(piece="\0unknown", score=0.0, type=kinds.UNKNOWN)
-        proto.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+        proto.trainer_spec.model_type = pb2.TrainerSpec.BPE
         proto.trainer_spec.byte_fallback = fallback
         proto.normalizer_spec.name = "identity"
         proto.normalizer_spec.add_dummy_prefix = False

@@ -1,0 +1,353 @@
+"""Chat messages to text and to token ids, through the template a model file brings.
+
+In: messages (role, content), a Jinja template from the file. Out: the prompt's text or token ids. Next: generate.py.
+
+Two dangers. The template is a program from a stranger: it runs in jinja2's sandbox inside a process of its own with a
+limit on memory and computing time (chat_worker.py). Checks inside this process could not stop it: a single filter or
+method call (`'%9999999999d' % 1`, `x | center(10**9)`, a string joined to itself forty times) runs in C without ever
+coming back to Python. The process is started once and kept, so a rendering costs about a millisecond.
+
+The messages are text from people: what looks like a control token in them must stay text. See `encode`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hotcold.runtime import chat_fallbacks
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.tokenizer import Tokenizer
+
+MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 20 000
+MAX_TEXT = 1 << 24  # characters of output
+MAX_BYTES = 512 << 20  # memory of the rendering process
+MAX_SECONDS = 2  # computing time of one rendering
+MAX_WAIT = 20.0  # seconds on the clock, for machines that are busy with other work
+MAX_DEPTH = 32  # of nested data in messages
+
+Messages = Sequence[Mapping[str, Any]]
+# Roles are chosen by programs and templates build control tokens from them ('<|' + role + '|>').
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
+
+
+class ChatTemplate:
+    """A chat template: Jinja source and the texts of the special tokens it may write.
+
+    name: "file", or the key of chat_fallbacks.TEMPLATES it was taken from.
+    """
+
+    def __init__(
+        self, source: str, bos_token: str | None = None, eos_token: str | None = None, name: str = "file"
+    ) -> None:
+        if len(source) > MAX_SOURCE:
+            raise HotcoldError(f"chat template: found {len(source)} characters, allowed: {MAX_SOURCE}")
+        self.source = source
+        self.name = name
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+
+    @classmethod
+    def named(cls, name: str, tokenizer: Tokenizer) -> ChatTemplate:
+        """A built-in template with the tokenizer's special tokens. Raises HotcoldError for an unknown name."""
+        if name not in chat_fallbacks.TEMPLATES:
+            known = ", ".join(chat_fallbacks.TEMPLATES)
+            raise HotcoldError(f"chat template {name[:60]!r} is not built in; built in: {known}")
+        return cls(chat_fallbacks.TEMPLATES[name], *_special_texts(tokenizer), name=name)
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: Tokenizer, notify: Callable[[str], object] | None = None) -> ChatTemplate:
+        """The file's template, or a built-in one when the file has none that works; `notify` is told which and why."""
+        if tokenizer.chat_template is None:
+            problem = "the file has none"
+        else:
+            try:
+                template = cls(tokenizer.chat_template, *_special_texts(tokenizer))
+                template._probe()
+                return template
+            except HotcoldError as error:
+                problem = f"the file's does not work ({error})"
+        name, reason = chat_fallbacks.choose(tokenizer)
+        if notify is not None:
+            notify(f"chat template: {problem}; using the built-in '{name}' because {reason}")
+        return cls.named(name, tokenizer)
+
+    def render(self, messages: Messages, add_generation_prompt: bool = True, **extra: Any) -> str:
+        """The prompt's text, equal to what transformers renders.
+
+        messages: mappings with "role" and usually "content", of plain data (str, numbers, bool, None, lists, mappings);
+        `extra` are further variables of the template (tools, documents, ...), plain data too.
+        Raises HotcoldError when messages are no plain data, or with the template's own complaint.
+        """
+        return self._render(_plain_messages(messages), add_generation_prompt, _plain(extra, "extra"))
+
+    def encode(
+        self, tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True, **extra: Any
+    ) -> list[int]:
+        """Token ids of the prompt, in which only the template can write control tokens.
+
+        Where a message spells a control token (or a part that the template's text could complete), one character is
+        replaced by an unused private-use character before rendering, so that no control token is found there;
+        between control tokens it is replaced back, and text is tokenized in one run as if nothing had happened.
+        The rendering must equal the real one afterwards. Should the template look at exactly these characters, the
+        safe rendering is used. A BOS is put in front if the vocabulary asks for one and the template wrote none.
+        """
+        plain, variables = _plain_messages(messages), _plain(extra, "extra")
+        text, stand_ins = self._render_marked(tokenizer.control_texts(), plain, add_generation_prompt, variables)
+        ids = tokenizer.encode_marked(text, stand_ins)
+        if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+            ids.insert(0, tokenizer.bos_id)
+        return ids
+
+    def _render_marked(
+        self, control: list[str], messages: list[dict[str, Any]], prompt: bool, extra: dict[str, Any]
+    ) -> tuple[str, dict[str, str]]:
+        """The text with stand-ins, and what they stand for."""
+        real = self._render(messages, prompt, extra)
+        seen = json.dumps([messages, extra, control], ensure_ascii=False) + self.source + real
+        safe: tuple[str, dict[str, str]] | None = None
+        for edges in (True, False):  # first with half tokens at the ends of texts, then only whole ones
+            breaker = _Breaker(control, seen, edges)
+            marked, marked_extra = breaker.messages(messages), breaker.data(extra)
+            if not breaker.stand_ins:
+                return (real, {}) if safe is None else safe
+            try:
+                text = self._render(marked, prompt, marked_extra)
+            except HotcoldError:
+                continue
+            if breaker.restore(text) == real:
+                return text, breaker.stand_ins
+            safe = safe or (text, breaker.stand_ins)
+        if safe is None:
+            raise HotcoldError("chat template: it fails when control tokens in the messages are kept from it; "
+                               "take them out of the messages")  # fmt: skip
+        return safe
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, extra: dict[str, Any]) -> str:
+        variables = {"tools": None, "documents": None, **extra}
+        variables.update(messages=messages, add_generation_prompt=add_generation_prompt)
+        for name, token in (("bos_token", self.bos_token), ("eos_token", self.eos_token)):
+            if token is not None:
+                variables[name] = token
+        return _worker.render(self.source, variables)
+
+    def _probe(self) -> None:
+        """Raises HotcoldError unless a question comes through."""
+        question = {"role": "user", "content": "hotcoldprobe"}
+        try:
+            text = self.render([question])
+        except HotcoldError:  # some insist on a system message
+            text = self.render([{"role": "system", "content": "Be brief."}, question])
+        if question["content"] not in text:
+            raise HotcoldError("chat template: it leaves out what the user says")
+
+
+def _special_texts(tokenizer: Tokenizer) -> tuple[str | None, str | None]:
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    return (
+        None if bos is None else tokenizer.token_text(bos),
+        None if eos is None else tokenizer.token_text(eos),
+    )
+
+
+# ---- plain data
+
+
+def _plain_messages(messages: Messages) -> list[dict[str, Any]]:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise HotcoldError(f"messages: found {type(messages).__name__}, allowed: a list of mappings with 'role'")
+    out = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise HotcoldError(f"messages[{i}]: allowed: a mapping with 'role' (a string) and 'content'")
+        # None means absent, as in transformers: templates would print it.
+        out.append(_plain({k: v for k, v in message.items() if v is not None}, f"messages[{i}]"))
+    return out
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy made of exact dict, list, str, int, float, bool, None."""
+    if depth > MAX_DEPTH:
+        raise HotcoldError(f"{where[:100]}: nested deeper than {MAX_DEPTH}")
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        if not all(isinstance(k, str) for k in value):
+            raise HotcoldError(f"{where[:100]}: allowed: strings as keys")
+        return {str.__str__(k): _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+    raise HotcoldError(f"{where[:100]}: found {type(value).__name__}, allowed: strings, numbers, lists, mappings")
+
+
+class _Breaker:
+    """Replaces characters of texts from people so that no control token can be found in them.
+
+    edges: also where a text begins with the end of a control token, ends with the beginning of one, or is the
+    inside of one, for the template's own text could complete it.
+    """
+
+    def __init__(self, control: list[str], seen: str, edges: bool) -> None:
+        self.stand_ins: dict[str, str] = {}  # stand-in -> original
+        self._of: dict[str, str] = {}  # original -> stand-in
+        self._free = (c for c in map(chr, range(0x10FFFD, 0x100000, -1)) if c not in seen)
+        texts = sorted(control, key=len, reverse=True)
+        self._whole = re.compile("(?=" + "|".join(map(re.escape, texts)) + ")") if texts else None
+        self._edges = edges
+        self._tails = tuple({t[i:] for t in texts for i in range(1, len(t))})
+        self._heads = tuple({t[:i] for t in texts for i in range(1, len(t))})
+        self._texts = texts
+
+    def restore(self, text: str) -> str:
+        return text.translate({ord(k): v for k, v in self.stand_ins.items()})
+
+    def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        out = []
+        for message in messages:
+            broken = self.data(message)
+            if _ROLE.fullmatch(message["role"]):
+                broken["role"] = message["role"]
+            out.append(broken)
+        return out
+
+    def data(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, dict):
+            return {k: self.data(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.data(v) for v in value]
+        return value
+
+    def _text(self, text: str) -> str:
+        if self._whole is None or not text:
+            return text
+        at = {m.start() for m in self._whole.finditer(text)}
+        if self._edges:
+            core = text.strip()  # templates often strip
+            start = len(text) - len(text.lstrip())
+            for part, first in ((text, 0), (core, start)):
+                if part and (part.startswith(self._tails) or any(part in t for t in self._texts)):
+                    at.add(first)
+                if part and part.endswith(self._heads):
+                    at.add(first + len(part) - 1)
+        if not at:
+            return text
+        chars = list(text)
+        for i in at:
+            chars[i] = self._stand_in(chars[i])
+        return "".join(chars)
+
+    def _stand_in(self, char: str) -> str:
+        if char not in self._of:
+            stand_in = next(self._free, None)
+            if stand_in is None:
+                raise HotcoldError("messages: they use up Unicode's private-use characters; remove them")
+            self._of[char] = stand_in
+            self.stand_ins[stand_in] = char
+        return self._of[char]
+
+
+# ---- the rendering process
+
+
+class _Worker:
+    """The process that renders: started when first needed, killed when it takes too long, started anew after that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0  # of the process that started it: a fork must not share it
+
+    def render(self, source: str, variables: dict[str, Any]) -> str:
+        job = {"source": source, "variables": variables, "max_chars": MAX_TEXT, "max_bytes": MAX_BYTES,
+               "max_seconds": MAX_SECONDS}  # fmt: skip
+        line = json.dumps(job).encode("ascii") + b"\n"
+        with self._lock:
+            reply = json.loads(self._ask(line))
+        if "error" in reply:
+            raise HotcoldError(f"chat template: {reply['error']}")
+        return reply["text"]
+
+    def _ask(self, line: bytes) -> bytes:
+        process = self._started()
+        done = False
+        try:
+            reply = _exchange(process, line)
+            done = True
+            return reply
+        finally:
+            if not done:  # an error or Ctrl-C: an answer still on its way would be taken for the next one's
+                self.stop()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._pid != os.getpid() or self._process.poll() is not None:
+            # Isolated, with this process's module path: neither the current folder nor the environment can put
+            # other modules in the way. In a session of its own: Ctrl-C is meant for the program that asked.
+            script = str(Path(__file__).with_name("chat_worker.py"))
+            start = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
+            path = [p for p in sys.path if p and os.path.isabs(p)]
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", start, script, *path],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+                start_new_session=True,
+            )  # fmt: skip
+            self._pid = os.getpid()
+        return self._process
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._pid != os.getpid():
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        process.wait()
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+    """Send a line, wait for a line. Raises HotcoldError when the process ends or takes too long."""
+    if process.stdin is None or process.stdout is None:
+        raise HotcoldError("chat template: the rendering process has no pipes")
+    deadline = time.monotonic() + MAX_WAIT
+    out, got = process.stdout.fileno(), bytearray()
+    try:
+        view = memoryview(line)
+        while view:
+            view = view[process.stdin.write(view) or 0 :]
+    except BrokenPipeError:
+        raise _ended(process) from None
+    while not got.endswith(b"\n"):
+        if not select.select([out], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise HotcoldError(f"chat template: no answer within {MAX_WAIT:.0f} s")
+        part = os.read(out, 1 << 16)
+        if not part:
+            raise _ended(process)
+        got += part
+    return bytes(got)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> HotcoldError:
+    code = process.wait(timeout=5)
+    if code == -signal.SIGXCPU:
+        return HotcoldError(f"chat template: it computes for longer than {MAX_SECONDS} s")
+    return HotcoldError(f"chat template: the rendering process ended with status {code}")
+
+
+_worker = _Worker()
+atexit.register(_worker.stop)
