@@ -22,14 +22,22 @@ Array = np.ndarray
 
 def reference_logits(folder: str | Path, tokens: Sequence[int]) -> Array:
     """float64 [len(tokens), n_vocab] for the checkpoint in `folder`."""
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    w = read_tensors(Path(folder))
+    return compute_logits(read_config(folder), read_tensors(folder), tokens)
+
+
+def compute_logits(config: dict[str, Any], w: dict[str, Array], tokens: Sequence[int]) -> Array:
+    """The same from the contents of config.json and the tensors by their Hugging Face names."""
     ids = np.asarray(tokens)
     return _opt(config, w, ids) if config["model_type"] == "opt" else _llama(config, w, ids)
 
 
-def read_tensors(folder: Path) -> dict[str, Array]:
+def read_config(folder: str | Path) -> dict[str, Any]:
+    return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+
+
+def read_tensors(folder: str | Path) -> dict[str, Array]:
     """All tensors as float64. With an index, only what it lists and from the file it names."""
+    folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return _read_safetensors(folder / "model.safetensors")

@@ -6,18 +6,20 @@ checkpoint -> convert -> engine. Errors are relative: max |difference| / max |re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from gguf import quants
 from golden_layout import LENGTH_CASES, LENGTHS, MAIN_LENGTH, POSITIONS, columns
-from reference_model import reference_logits
+from reference_model import compute_logits, read_config, read_tensors, reference_logits
 from tiny import CASES, SPARSE, token_ids
 
 F32, F16 = 1e-4, 5e-3
+INT8 = 0.1  # activations rounded to 8 bits in every matmul of a tiny model with random weights
 SAME = 1e-5  # two ways to compute the same thing in float32
 TOKENS = token_ids(MAIN_LENGTH)
 
@@ -117,15 +119,11 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_show_in_the_logits(mistake: str, tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoints are sharp enough: each mistake moves the logits further than the widest tolerance below."""
-    import reference_model
-
+def test_mistakes_show_in_the_logits(mistake: str, tiny_checkpoint: Any) -> None:
+    """The checkpoints are sharp enough: each mistake moves the logits further than the widest tolerance of a float."""
     case, changed, change_tensors = MISTAKES[mistake]
-    folder: Path = tiny_checkpoint(case)
-    config = json.loads((folder / "config.json").read_text())
-    right = reference_logits(folder, TOKENS)
-    w = reference_model.read_tensors(folder)
+    config, w = read_config(tiny_checkpoint(case)), read_tensors(tiny_checkpoint(case))
+    right = compute_logits(config, w, TOKENS)
     if change_tensors:
         change_tensors(w)
     for key, value in changed.items():
@@ -133,8 +131,7 @@ def test_mistakes_show_in_the_logits(mistake: str, tiny_checkpoint: Any, monkeyp
         holder[key] = value
         if value is None:
             del holder[key]
-    compute = reference_model._opt if config["model_type"] == "opt" else reference_model._llama
-    assert relative_error(compute(config, w, np.asarray(TOKENS)), right) > 4 * F16
+    assert relative_error(compute_logits(config, w, TOKENS), right) > 4 * F16
 
 
 # The product: convert, then compute
@@ -153,15 +150,66 @@ def test_f32_logits(case: str, tiny_model: Any, tiny_checkpoint: Any, open_engin
     assert relative_error(one_by_one, at_once) <= SAME
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_f16_logits(case: str, tiny_model: Any, tiny_checkpoint: Any, open_engine: Any, golden: Any) -> None:
+# Where a threshold cuts, rounding a weight can switch a neuron, so no bound on the logits follows from its bits.
+CONTINUOUS = [case for case in CASES if CASES[case].get("hidden_act") != "fatrelu"]
+
+
+@pytest.mark.parametrize("case", CONTINUOUS)
+def test_f16_logits(case: str, tiny_model: Any, open_engine: Any, golden: Any) -> None:
     engine = open_engine(tiny_model(case, "f16"))
     at_once = engine.forward(TOKENS, logits="all")
     assert relative_error(at_once[np.ix_(POSITIONS, columns(at_once.shape[1]))], golden[case]) <= F16
-    want = reference_logits(tiny_checkpoint(case), TOKENS)
-    assert relative_error(at_once, want) <= F16
     engine.truncate(0)
-    assert relative_error(np.stack([engine.forward([t]) for t in TOKENS]), want) <= F16
+    one_by_one = np.stack([engine.forward([t]) for t in TOKENS])
+    assert relative_error(one_by_one[np.ix_(POSITIONS, columns(at_once.shape[1]))], golden[case]) <= F16
+
+
+def stored(w: dict[str, np.ndarray], outtype: str) -> dict[str, np.ndarray]:
+    """Tensors by their Hugging Face names with the values the neuron-split file holds for `outtype`.
+
+    Vectors and learned positions stay F32; rows that do not divide into blocks of 32 are F16; the down matrix is
+    quantized along its columns; embedding and output are Q8_0 when the rest is Q4_0.
+    """
+    out = dict(w)
+    for name, t in w.items():
+        if t.ndim == 1 or "embed_positions" in name:
+            continue
+        turned = name.endswith(("down_proj.weight", "fc2.weight"))
+        rows = (t.T if turned else t).astype(np.float32)
+        kind = "q8_0" if outtype == "q4_0" and ("embed_tokens" in name or "lm_head" in name) else outtype
+        if kind.startswith("q") and rows.shape[1] % 32:
+            kind = "f16"
+        qtype = gguf.GGMLQuantizationType[kind.upper()]
+        rows = quants.dequantize(quants.quantize(np.ascontiguousarray(rows), qtype), qtype)
+        out[name] = (rows.T if turned else rows).astype(np.float64)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("outtype", ["f16", "bf16"])
+def test_float_formats_are_computed_in_f32(
+    case: str, outtype: str, tiny_model: Any, tiny_checkpoint: Any, open_engine: Any
+) -> None:
+    """Against the reference on the rounded weights there is no other error than that of F32."""
+    folder = tiny_checkpoint(case)
+    want = compute_logits(read_config(folder), stored(read_tensors(folder), outtype), TOKENS)
+    engine = open_engine(tiny_model(case, outtype))
+    assert relative_error(engine.forward(TOKENS, logits="all"), want) <= F32
+    engine.truncate(0)
+    engine.forward(TOKENS[:-4], logits="none")
+    assert relative_error(np.stack([engine.forward([t]) for t in TOKENS[-4:]]), want[-4:]) <= F32
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-ff1003", "llama-embd72", "qwen2", "relu", "bamboo", "opt", "arcee"])
+@pytest.mark.parametrize("outtype", ["q8_0", "q4_0"])
+def test_quantized_formats(case: str, outtype: str, tiny_model: Any, tiny_checkpoint: Any, open_engine: Any) -> None:
+    """Against the reference on the quantized weights: what is left is the activations' 8 bits."""
+    folder = tiny_checkpoint(case)
+    want = compute_logits(read_config(folder), stored(read_tensors(folder), outtype), TOKENS)
+    engine = open_engine(tiny_model(case, outtype))
+    assert relative_error(engine.forward(TOKENS, logits="all"), want) <= INT8
+    engine.truncate(0)
+    assert relative_error(np.stack([engine.forward([t]) for t in TOKENS]), want) <= INT8
 
 
 @pytest.mark.parametrize("case", LENGTH_CASES)

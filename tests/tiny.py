@@ -99,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
         gate_gain=0.04, num_key_value_heads=4, intermediate_size=344, tokenizer="spm"),
     "minicpm-s": {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")} | dict(
         architectures=["MiniCPMForCausalLM"], model_type="minicpm", hidden_act="fatrelu", hidden_act_param=0.03,
-        gate_gain=0.08, hidden_size=96, intermediate_size=344, scale_emb=3, scale_depth=1.4, dim_model_base=32,
+        gate_gain=0.085, hidden_size=96, intermediate_size=344, scale_emb=3, scale_depth=1.4, dim_model_base=32,
         tokenizer="spm"),
     "bamboo": MISTRAL | dict(
         architectures=["BambooForCausalLM"], model_type="bamboo", hidden_act="relu", intermediate_size=344),
@@ -185,6 +185,7 @@ def _llama_tensors(config: dict[str, Any], options: dict[str, Any]) -> Iterator[
     qkv_bias = kind == "qwen2" or config.get("attention_bias", False)
     o_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
     gate_gain = options["gate_gain"]
+    deep = min(1.0, (3 / config["num_hidden_layers"]) ** 0.5)  # rounding errors grow with depth: keep them comparable
 
     embedding = _uniform("model.embed_tokens.weight", (vocab, d), (3 / d) ** 0.5 * 3)
     yield "model.embed_tokens.weight", embedding
@@ -194,7 +195,7 @@ def _llama_tensors(config: dict[str, Any], options: dict[str, Any]) -> Iterator[
         yield from _linear(p + "self_attn.q_proj", heads * hd, d, 1.4, qkv_bias)
         yield from _linear(p + "self_attn.k_proj", kv * hd, d, 1.4, qkv_bias)
         yield from _linear(p + "self_attn.v_proj", kv * hd, d, 1.0, qkv_bias)
-        yield from _linear(p + "self_attn.o_proj", d, heads * hd, 1.0, o_bias)
+        yield from _linear(p + "self_attn.o_proj", d, heads * hd, deep, o_bias)
         if kind == "qwen3":
             for n in ("q_norm.weight", "k_norm.weight"):
                 yield p + "self_attn." + n, _norm(p + "self_attn." + n, hd)
@@ -205,7 +206,7 @@ def _llama_tensors(config: dict[str, Any], options: dict[str, Any]) -> Iterator[
                     t[0] = 0  # a pre-activation of exactly zero
                 yield name, _switch(t, i) if options["mixed"] and name.endswith("bias") else t
         yield from _linear(p + "mlp.up_proj", ff, d, 1 / gate_gain, mlp_bias)
-        yield from _linear(p + "mlp.down_proj", d, ff, 1.5, mlp_bias)
+        yield from _linear(p + "mlp.down_proj", d, ff, 1.5 * deep, mlp_bias)
     yield "model.norm.weight", _norm("model.norm.weight", d)
     if not config["tie_word_embeddings"]:
         gain = config.get("hidden_size", 0) / config["dim_model_base"] if kind == "minicpm" else 1.0
