@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -40,13 +41,12 @@ class Model:
 
     tokenizer: Tokenizer
     config: ModelConfig
-    template: ChatTemplate
     stats: GenerationStats
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, notify: Callable[[str], None] = _log.info) -> None:
         self._session: Session | None = Session(engine, tokenizer)
+        self._notify = notify
         self.tokenizer = tokenizer
-        self.template = template
         self.config = engine.config
         self.stats = GenerationStats()
 
@@ -73,11 +73,15 @@ class Model:
         engine = Engine.open(path, sparsity=sparsity, threads=threads, n_ctx=n_ctx, kv_type=kv_type, notify=notify)
         try:
             tokenizer = Tokenizer.from_gguf(engine.file)
-            template = ChatTemplate.for_tokenizer(tokenizer, notify=notify)
         except BaseException:
             engine.close()
             raise
-        return cls(engine, tokenizer, template)
+        return cls(engine, tokenizer, notify)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The file's chat template, or a built-in one if that is missing or broken (`notify` is told)."""
+        return ChatTemplate.for_tokenizer(self.tokenizer, notify=self._notify)
 
     @property
     def session(self) -> Session:

@@ -229,6 +229,7 @@ def _chat(args: argparse.Namespace) -> int:
     out = TextOut(sys.stdout)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with _open(args) as model:
+        _ = model.template  # says now if the file's own does not work
         if args.prompt is not None:
             repl = Repl(model, options, out)
             repl.send(args.prompt)

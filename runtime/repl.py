@@ -30,7 +30,7 @@ COMMANDS = {
     "/clear": "start a new conversation (the system prompt stays)",
     "/regen": "answer the last message again",
     "/system": "/system TEXT sets the system prompt, /system alone shows it",
-    "/stats": "speed of the last turn, context used, share of neurons computed",
+    "/stats": "speed of the last answer, context used, share of neurons computed",
     "/save": "/save FILE writes the conversation",
     "/load": "/load FILE reads a saved conversation",
     "/exit": "leave (as Ctrl-D)",
@@ -187,10 +187,10 @@ class Repl:
             self._say(f"{error}; {undone}")
             return False
         self._out.end_line()
-        self._stats, self._turn_seconds = stats, time.perf_counter() - began
         if interrupted and not said:
             self._say(f"stopped before the answer began; {undone}")
             return False
+        self._stats, self._turn_seconds = stats, time.perf_counter() - began
         self.conversation.messages.append({"role": "assistant", "content": "".join(said)})
         self._explain_end(stats, interrupted, bool(said))
         return True
