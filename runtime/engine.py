@@ -19,7 +19,7 @@ import psutil
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf
-from hotcold.runtime.kernels import walk
+from hotcold.runtime.kernels import simd, walk
 from hotcold.runtime.kernels.cache import compile_cached
 from hotcold.runtime.plan import Plan, make_plan
 from hotcold.runtime.program import KV_TYPES, Buffers, aligned, lower
@@ -159,6 +159,8 @@ class Engine:
         n_threads = default_threads() if threads is None else threads
         if not 1 <= n_threads <= MAX_THREADS:
             raise HotcoldError(f"--threads {n_threads}: allowed are 1 to {MAX_THREADS}")
+        if simd.MISSING:
+            raise HotcoldError(f"this CPU lacks {', '.join(simd.MISSING)}: an x86 CPU needs AVX2, F16C and FMA")
         file = open_gguf(path)
         try:
             config = ModelConfig.from_gguf(file)

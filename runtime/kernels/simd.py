@@ -24,6 +24,7 @@ FEATURES = {name for name, on in (llvm.get_host_cpu_features() or {}).items() if
 VNNI_512 = "avx512vnni" in FEATURES and "avx512f" in FEATURES
 VNNI_256 = "avx512vnni" in FEATURES and "avx512vl" in FEATURES
 X86 = llvm.get_process_triple().startswith(("x86_64", "i686"))
+MISSING = sorted({"avx2", "f16c", "fma"} - FEATURES) if X86 else []  # without these the kernels are not supported
 _DPBUSD_TAKES_BYTES = llvm.llvm_version_info[0] >= 22  # the intrinsic's operands became byte vectors in LLVM 22
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -123,11 +124,19 @@ def dpbusd_value(b: ir.IRBuilder, acc: Any, unsigned: Any, signed: Any) -> Any:
         if not _DPBUSD_TAKES_BYTES:
             unsigned, signed = b.bitcast(unsigned, acc.type), b.bitcast(signed, acc.type)
         return call(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", acc.type, acc, unsigned, signed)
-    wide = ir.VectorType(I32, 4 * lanes)
-    products = b.mul(b.zext(unsigned, wide), b.sext(signed, wide))
-    for j in range(4):
-        acc = b.add(acc, shuffle(b, products, products, [4 * i + j for i in range(lanes)]))
-    return acc
+    # Even and odd bytes as 16-bit numbers, then pairs of products: LLVM knows this pattern (pmaddwd on x86).
+    words = ir.VectorType(I16, 2 * lanes)
+    u, s, eight = b.bitcast(unsigned, words), b.bitcast(signed, words), const(words, [8] * (2 * lanes))
+    even = _pair_products(b, b.and_(u, const(words, [255] * (2 * lanes))), b.ashr(b.shl(s, eight), eight))
+    return b.add(b.add(acc, even), _pair_products(b, b.lshr(u, eight), b.ashr(s, eight)))
+
+
+def _pair_products(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """i16 vectors -> i32 of half as many lanes: x[2i]*y[2i] + x[2i+1]*y[2i+1]."""
+    lanes = x.type.count
+    wide = ir.VectorType(I32, lanes)
+    p = b.mul(b.sext(x, wide), b.sext(y, wide))
+    return b.add(shuffle(b, p, p, range(0, lanes, 2)), shuffle(b, p, p, range(1, lanes, 2)))
 
 
 # ------------------------------------------------------------------ memory access
