@@ -11,7 +11,7 @@ from hotcold.runtime.tokenizer import Tokenizer
 
 _SYSTEM_INTO_USER = (
     "{% set system = messages[0]['content'] if messages and messages[0]['role'] == 'system' else none %}"
-    "{% for m in messages[1:] if system is not none else messages %}"
+    "{% for m in (messages if system is none else messages[1:]) %}"
 )
 
 TEMPLATES = {

@@ -59,8 +59,14 @@ def _check_name(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} starts with an underscore")
 
 
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
+class _Dict:
+    """`dict` for templates: an object instead of the class, from which one could climb to other classes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 def _raise_exception(message: Any) -> None:
@@ -85,7 +91,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     env.filters["tojson"] = _tojson
     env.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_make_dict, namespace=_Namespace
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
     )
     return env
 

@@ -107,9 +107,9 @@ TALK = [
 SYSTEM = [{"role": "system", "content": "You are terse."}, *TALK]
 CALLS = [
     {"role": "user", "content": "Weather?"},
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"type": "function", "function": {"name": "weather", "arguments": {"place": "Z\u00fcrich", "n": 1.5, "x": None}}}
-    ]},
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function":
+        {"name": "weather", "arguments": {"place": "Z\u00fcrich", "n": 1.5, "x": None}}
+    }]},
     {"role": "tool", "name": "weather", "content": "{\"t\": 3}"},
     {"role": "assistant", "content": "3 degrees"},
     {"role": "stop", "content": "not shown"},
