@@ -54,6 +54,7 @@ class Twins:
 
     ours: Path
     stock: Path
+    scaled: bool  # llama.cpp's file holds other numbers: gates scaled so that SiLU comes close to ReLU
     notes: list[str]
 
 
@@ -99,12 +100,11 @@ def make_twins(model: Path, stock: Path | None, folder: Path) -> Twins:
     if relu:
         notes.append(f"llama.cpp has no ReLU for this architecture: its file is `{stock.name}`, gates scaled so that "
                      "SiLU comes close to ReLU.")  # fmt: skip
-    if stock == model:
-        notes.append(
-            "Our file was made from llama.cpp's. Quantized down matrices have their blocks along the other axis in "
-            "ours, so part of the difference in quality is that step; F16 has none of it."
-        )
-    return Twins(ours, stock, notes)
+    notes.append(
+        "Quantized down matrices have their blocks along the other axis in the neuron-split file, so part of its "
+        "difference in quality is that step; F16 has none of it, nor has the row that runs on llama.cpp's own file."
+    )
+    return Twins(ours, stock, relu, notes)
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------
@@ -262,13 +262,15 @@ def compare_quality(args: argparse.Namespace, twins: Twins, build: dict[str, str
         reference = stock(STOCK, args.llama_lib)
         if reference is None:
             return []
-        candidates = {
-            f"hotcold {mode}": logits(mode, lambda out, mode=mode: [
-                sys.executable, str(SCRIPTS / "engine_worker.py"), "logits", str(twins.ours), str(ids_file), out,
+        def ours(mode: str, file: Path) -> np.ndarray | None:
+            return logits(mode, lambda out: [
+                sys.executable, str(SCRIPTS / "engine_worker.py"), "logits", str(file), str(ids_file), out,
                 "-t", str(threads), "--sparsity", mode,
-            ])
-            for mode in args.modes
-        }  # fmt: skip
+            ])  # fmt: skip
+
+        candidates = {f"hotcold {mode}": ours(mode, twins.ours) for mode in args.modes}
+        if not twins.scaled:
+            candidates["hotcold dense, on llama.cpp's file"] = ours("dense", twins.stock)
         candidates[f"{STOCK}, one token at a time"] = stock(f"{STOCK} steps", args.llama_lib, "--step")
         if args.quality_baseline:
             candidates[f"{STOCK}, the other build"] = stock(f"{STOCK} other build", args.quality_baseline)
