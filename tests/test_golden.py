@@ -13,13 +13,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import reference_model
 from gguf import quants
 from golden_layout import LENGTH_CASES, LENGTHS, MAIN_LENGTH, POSITIONS, columns
 from reference_model import compute_logits, read_config, read_tensors, reference_logits
 from tiny import CASES, SPARSE, token_ids
 
 F32, F16 = 1e-4, 5e-3
-INT8 = 0.1  # activations rounded to 8 bits in every matmul of a tiny model with random weights
+INT8 = 0.1  # what one activation rounded the other way can do in a tiny model with random weights
 SAME = 1e-5  # two ways to compute the same thing in float32
 TOKENS = token_ids(MAIN_LENGTH)
 
@@ -200,16 +201,41 @@ def test_float_formats_are_computed_in_f32(
     assert relative_error(np.stack([engine.forward([t]) for t in TOKENS[-4:]]), want[-4:]) <= F32
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-ff1003", "llama-embd72", "qwen2", "relu", "bamboo", "opt", "arcee"])
+def in_8_bits(x: np.ndarray) -> np.ndarray:
+    """x [..., n] rounded to 8 bits in blocks of 32, as the engine does before a dot product with a quantized row."""
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    step = np.maximum(np.abs(blocks).max(axis=-1, keepdims=True) / 127, 1e-30)
+    return (np.round(blocks / step) * step).reshape(x.shape)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-ff1003", "qwen2", "relu", "minicpm-s", "bamboo", "opt", "arcee"])
 @pytest.mark.parametrize("outtype", ["q8_0", "q4_0"])
-def test_quantized_formats(case: str, outtype: str, tiny_model: Any, tiny_checkpoint: Any, open_engine: Any) -> None:
-    """Against the reference on the quantized weights: what is left is the activations' 8 bits."""
-    folder = tiny_checkpoint(case)
-    want = compute_logits(read_config(folder), stored(read_tensors(folder), outtype), TOKENS)
+def test_quantized_formats(
+    case: str, outtype: str, tiny_model: Any, tiny_checkpoint: Any, open_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the reference on the quantized weights, with activations in 8 bits: equal but for F32's error.
+
+    Unless that error makes an activation round the other way, which is visible. It happens in one of many prompts, so
+    most of eight prompts must be equal, and all must be near.
+    """
+    linear = reference_model._linear
+
+    def linear_of_8_bits(w: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+        return linear(w, name, x if name.endswith(("down_proj", "fc2")) else in_8_bits(x))
+
+    monkeypatch.setattr(reference_model, "_linear", linear_of_8_bits)
+    config, w = read_config(tiny_checkpoint(case)), stored(read_tensors(tiny_checkpoint(case)), outtype)
     engine = open_engine(tiny_model(case, outtype))
-    assert relative_error(engine.forward(TOKENS, logits="all"), want) <= INT8
-    engine.truncate(0)
-    assert relative_error(np.stack([engine.forward([t]) for t in TOKENS]), want) <= INT8
+    at_once, one_by_one = [], []
+    for prompt in np.reshape(TOKENS, (8, 5)):
+        want = compute_logits(config, w, prompt)
+        engine.truncate(0)
+        at_once.append(relative_error(engine.forward(prompt, logits="all"), want))
+        engine.truncate(0)
+        one_by_one.append(relative_error(np.stack([engine.forward([t]) for t in prompt]), want))
+    for errors in (at_once, one_by_one):
+        assert sorted(errors)[4] <= F32
+        assert max(errors) <= INT8
 
 
 @pytest.mark.parametrize("case", LENGTH_CASES)
@@ -234,7 +260,7 @@ def test_stock_layout_gives_the_same(case: str, tiny_model: Any, open_engine: An
 
 
 @pytest.mark.parametrize("case", SPARSE)
-@pytest.mark.parametrize("outtype", ["f32", "f16"])
+@pytest.mark.parametrize("outtype", ["f32", "f16", "bf16", "q8_0", "q4_0"])
 def test_exact_equals_dense_bit_for_bit(case: str, outtype: str, tiny_model: Any, open_engine: Any) -> None:
     for threads in (1, 2, 3, 7):
         results = []
