@@ -10,7 +10,6 @@ A traceback is a bug.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from hotcold.runtime.errors import HotcoldError
 if TYPE_CHECKING:
     from hotcold.runtime.api import Model
     from hotcold.runtime.generate import GenerationStats
-    from hotcold.runtime.sampling import SamplingParams
+    from hotcold.runtime.sampling import Sampler, SamplingParams
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -36,11 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 must not end the program
-    parser = build_parser(argv)
-    args = parser.parse_args(argv)
-    args.began = began
     try:
-        return int(args.run(args))
+        try:
+            args = build_parser(argv).parse_args(argv)
+            args.began = began
+            return int(args.run(args))
+        finally:
+            sys.stdout.flush()
     except HotcoldError as error:
         print(f"hotcold: error: {_one_line(error)}", file=sys.stderr)
         return 1
@@ -48,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter would flush stdout once more at exit and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from hotcold.runtime.console import discard
+
+        discard(sys.stdout)
         return BROKEN_PIPE
 
 
@@ -170,8 +172,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from hotcold.runtime.console import TextOut, note, timing_summary
     from hotcold.runtime.generate import GenerationStats
+    from hotcold.runtime.sampling import Sampler
 
-    params = _sampling(args)
+    sampler = Sampler(_sampling(args))
     if args.system_prompt is not None and not args.single_turn:
         args.parser.error("-sys needs -st: without it the prompt is a text to continue")
     if args.special and args.single_turn:
@@ -183,7 +186,7 @@ def _run(args: argparse.Namespace) -> int:
         try:
             if args.display_prompt:
                 out.write(prompt + ("\n" if args.single_turn else ""))
-            for piece in _pieces(args, model, params, prompt, stats):
+            for piece in _pieces(args, model, sampler, prompt, stats):
                 out.write(piece)
         except KeyboardInterrupt:
             interrupted = True
@@ -194,15 +197,15 @@ def _run(args: argparse.Namespace) -> int:
         total = time.perf_counter() - args.began
         for line in timing_summary(stats, loaded - args.began, total):
             note(line)
+        if args.temp > 0:
+            note(f"            seed = {sampler.seed}")
     return INTERRUPTED if interrupted else 0
 
 
 def _pieces(
-    args: argparse.Namespace, model: Model, params: SamplingParams, prompt: str, stats: GenerationStats
+    args: argparse.Namespace, model: Model, sampler: Sampler, prompt: str, stats: GenerationStats
 ) -> Iterator[str]:
     """The text `run` generates."""
-    from hotcold.runtime.sampling import Sampler
-
     if args.single_turn:
         head = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
         tokens = model.encode_chat([*head, {"role": "user", "content": prompt}])
@@ -210,7 +213,7 @@ def _pieces(
         tokens = model.tokenizer.encode(prompt, add_special=True, parse_special=args.special)
     return model.session.generate(
         tokens,
-        Sampler(params),
+        sampler,
         max_tokens=args.predict,
         stop=args.stop,
         ignore_eog=args.ignore_eos,
@@ -271,7 +274,8 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
             args.temp, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.repeat_last_n, args.seed
         )
     except HotcoldError as error:
-        args.parser.error(str(error))
+        parser: argparse.ArgumentParser = args.parser
+        parser.error(str(error))
 
 
 def _prompt(args: argparse.Namespace) -> str:

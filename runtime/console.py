@@ -5,9 +5,12 @@ In: pieces of text, GenerationStats. Out: streams that scripts can use and termi
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import TYPE_CHECKING, TextIO
+
+from hotcold.runtime.errors import HotcoldError
 
 if TYPE_CHECKING:
     from hotcold.runtime.generate import GenerationStats
@@ -18,6 +21,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but newline and t
 def printable(text: str) -> str:
     """Text with control characters spelled out (\\x1b), so that a model cannot send commands to the terminal."""
     return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
+
+
+def discard(stream: TextIO) -> None:
+    """Send what is left in a stream that cannot be written to nowhere: the interpreter flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def note(line: str) -> None:
@@ -34,12 +42,18 @@ class TextOut:
         self._at_line_start = True
 
     def write(self, text: str) -> None:
-        """Write and flush. BrokenPipeError passes through."""
+        """Write and flush. Raises HotcoldError when that fails, but BrokenPipeError passes through."""
         if not text:
             return
         self._at_line_start = text.endswith("\n")
-        self._stream.write(printable(text) if self._escape else text)
-        self._stream.flush()
+        try:
+            self._stream.write(printable(text) if self._escape else text)
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            discard(self._stream)
+            raise HotcoldError(f"cannot write the text: {error.strerror or error}") from error
 
     def end_line(self) -> None:
         """A newline, unless the text ended with one."""

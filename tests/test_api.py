@@ -35,7 +35,7 @@ def test_the_package_exports_the_public_names() -> None:
     assert {"Model", "Tokenizer", "ChatTemplate"} <= set(dir(hotcold.runtime))
     assert Tokenizer.__module__ == "hotcold.runtime.tokenizer" and ChatTemplate.__module__ == "hotcold.runtime.chat"
     with pytest.raises(AttributeError, match="Modle"):
-        _ = hotcold.runtime.Modle  # type: ignore[attr-defined]
+        _ = hotcold.runtime.Modle
 
 
 def test_importing_the_package_loads_no_compiler() -> None:

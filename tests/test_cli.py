@@ -229,6 +229,34 @@ def test_a_reader_that_goes_away_ends_the_program_quietly(model: Path) -> None:
     assert "Traceback" not in err and "Exception" not in err and "BrokenPipe" not in err
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "MODEL", "-p", "a", "-n", "3", *GREEDY]])
+def test_a_closed_pipe_is_no_complaint(model: Path, arguments: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [*HOTCOLD, *(str(model) if a == "MODEL" else a for a in arguments)]
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    program = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=buffered)
+    os.close(write)
+    assert program.returncode == cli.BROKEN_PIPE
+    assert b"Traceback" not in program.stderr and b"Broken" not in program.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(model: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [*HOTCOLD, "run", str(model), "-p", "a", "-n", "3", *GREEDY]
+        program = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
+    assert program.returncode == 1
+    assert program.stderr.splitlines()[-1].startswith(b"hotcold: error: cannot write the text")
+
+
+def test_the_seed_chosen_at_random_is_told(run: Run, model: Path) -> None:
+    arguments = ["run", model, "-p", "a", "-n", "24", "--temp", "2", "-t", "1"]
+    _, first, err = run(*arguments)
+    seed = err.rsplit("seed = ", 1)[1].split()[0]
+    assert run(*arguments, "-s", seed)[1] == first
+
+
 def test_ctrl_c_ends_run_with_130_and_its_timings(tiny_model: Callable[..., Path]) -> None:
     model = tiny_model("relu", max_position_embeddings=65536)
     program = subprocess.Popen(

@@ -22,7 +22,7 @@ class Bench:
         self.engine = engine or HashEngine()
         self.stream = io.StringIO()
         self.said: list[str] = []
-        options = {"sampling": SamplingParams(temperature=0), "max_tokens": 5} | options
+        options = dict[str, Any](sampling=SamplingParams(temperature=0), max_tokens=5) | options
         self.repl = Repl(
             FakeModel(self.engine),  # type: ignore[arg-type]
             ReplOptions(**options),
