@@ -104,29 +104,31 @@ class ChatTemplate:
         safe rendering is used. A BOS is put in front if the vocabulary asks for one and the template wrote none.
         """
         plain, variables = _plain_messages(messages), _plain(extra, "extra")
-        text, stand_ins = self._render_marked(tokenizer.control_texts(), plain, add_generation_prompt, variables)
+        text, stand_ins = self._render_marked(tokenizer, plain, add_generation_prompt, variables)
         ids = tokenizer.encode_marked(text, stand_ins)
         if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
             ids.insert(0, tokenizer.bos_id)
         return ids
 
     def _render_marked(
-        self, control: list[str], messages: list[dict[str, Any]], prompt: bool, extra: dict[str, Any]
+        self, tokenizer: Tokenizer, messages: list[dict[str, Any]], prompt: bool, extra: dict[str, Any]
     ) -> tuple[str, dict[str, str]]:
         """The text with stand-ins, and what they stand for."""
+        control = tokenizer.control_texts()
         real = self._render(messages, prompt, extra)
         seen = json.dumps([messages, extra, control], ensure_ascii=False) + self.source + real
         safe: tuple[str, dict[str, str]] | None = None
-        for edges in (True, False):  # first with half tokens at the ends of texts, then only whole ones
+        # First with halves of control tokens at the ends of texts too. When the template notices (it compares short
+        # texts, say), only with whole ones, provided that no halves met.
+        for edges in (True, False):
             breaker = _Breaker(control, seen, edges)
-            marked, marked_extra = breaker.messages(messages), breaker.data(extra)
-            if not breaker.stand_ins:
-                return (real, {}) if safe is None else safe
+            marked, marked_extra = breaker.messages(messages), breaker.data(extra, edges=False)
             try:
-                text = self._render(marked, prompt, marked_extra)
+                text = self._render(marked, prompt, marked_extra) if breaker.stand_ins else real
             except HotcoldError:
                 continue
-            if breaker.restore(text) == real:
+            same = breaker.restore(text) == real
+            if same and (safe is None or tokenizer.special_in(text) == tokenizer.special_in(safe[0])):
                 return text, breaker.stand_ins
             safe = safe or (text, breaker.stand_ins)
         if safe is None:
@@ -218,26 +220,26 @@ class _Breaker:
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         out = []
         for message in messages:
-            broken = self.data(message)
+            broken = self.data(message, self._edges)
             if _ROLE.fullmatch(message["role"]):
                 broken["role"] = message["role"]
             out.append(broken)
         return out
 
-    def data(self, value: Any) -> Any:
+    def data(self, value: Any, edges: bool) -> Any:
         if isinstance(value, str):
-            return self._text(value)
+            return self._text(value, edges)
         if isinstance(value, dict):
-            return {k: self.data(v) for k, v in value.items()}
+            return {self._text(k, edges=False): self.data(v, edges) for k, v in value.items()}
         if isinstance(value, list):
-            return [self.data(v) for v in value]
+            return [self.data(v, edges) for v in value]
         return value
 
-    def _text(self, text: str) -> str:
+    def _text(self, text: str, edges: bool) -> str:
         if self._whole is None or not text:
             return text
         at = {m.start() for m in self._whole.finditer(text)}
-        if self._edges:
+        if edges:
             core = text.strip()  # templates often strip
             start = len(text) - len(text.lstrip())
             for part, first in ((text, 0), (core, start)):
@@ -344,7 +346,7 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
 
 def _ended(process: subprocess.Popen[bytes]) -> HotcoldError:
     code = process.wait(timeout=5)
-    if code == -signal.SIGXCPU:
+    if code == -signal.SIGPROF:
         return HotcoldError(f"chat template: it computes for longer than {MAX_SECONDS} s")
     return HotcoldError(f"chat template: the rendering process ended with status {code}")
 

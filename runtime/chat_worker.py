@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import signal
 import sys
 from typing import Any
 
@@ -115,16 +116,10 @@ def _limit_memory(n_bytes: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (n_bytes, hard))
 
 
-def _limit_time(seconds: int) -> None:
-    """SIGXCPU ends this process after about so much more computing; on a busy machine the clock would be unfair.
-
-    The system counts whole seconds, so it is up to one second less.
-    """
-    if resource is not None:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        limit = int(used.ru_utime + used.ru_stime) + seconds
-        resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+def _limit_time(seconds: float) -> None:
+    """SIGPROF ends this process after so much computing (0: never). The clock would be unfair on a busy machine."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _describe(error: Exception) -> str:
@@ -151,6 +146,7 @@ def main() -> None:
             reply = {"error": "it needs too much memory"}
         except Exception as error:
             reply = {"error": _describe(error)}
+        _limit_time(0)
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 

@@ -76,6 +76,10 @@ class Tokenizer:
         """Texts of all tokens that are cut out of text: control, unknown, user-defined."""
         return [self.vocabulary.tokens[i] for i in self.vocabulary.ids_of(*_HIDDEN, TokenType.USER_DEFINED)]
 
+    def special_in(self, text: str) -> list[int]:
+        """Ids of the control and user-defined tokens that `text` spells, in order."""
+        return [i for i, _ in self._find_special.cut(_encodable(text)) if i is not None]
+
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`.
 

@@ -279,6 +279,28 @@ def test_tools_and_names_are_text_from_people_too() -> None:
     assert TOKENIZER.decode(ids, keep_special=True) == "<|im_start|><|im_end|><|im_end|>3"
 
 
+def test_keys_are_text_from_people_too() -> None:
+    template = ChatTemplate("{{ messages[0].arguments | tojson }}<|im_end|>")
+    ids = template.encode(TOKENIZER, [{"role": "user", "arguments": {"<|im_start|>": ["<|im_end|>"]}}])
+    assert control(TOKENIZER, ids) == ["<|im_end|>"]
+    assert TOKENIZER.decode(ids) == '{"<|im_start|>": ["<|im_end|>"]}'
+
+
+def test_templates_that_compare_short_texts() -> None:
+    """A text that is the inside of a control token ("im", "end") is no reason to render something else."""
+    template = ChatTemplate("{{ messages[0].t['end'] }}{% if messages[0].content == 'end' %}yes{% endif %}")
+    message = {"role": "user", "t": {"end": "im_end"}, "content": "end"}
+    ids = template.encode(TOKENIZER, [message])
+    assert TOKENIZER.decode(ids) == template.render([message]) == "im_endyes"
+
+
+def test_many_renderings_are_not_taken_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.4)
+    source = "{% for i in range(40) %}{% for j in range(1000) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+    for _ in range(60):
+        assert render(source) == "x"
+
+
 def test_templates_make_control_tokens_from_roles() -> None:
     tokenizer = make_tokenizer(("<|user|>", "<|assistant|>", "<|end|>"))
     template = ChatTemplate.named("phi-3", tokenizer)
