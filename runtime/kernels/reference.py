@@ -10,7 +10,7 @@ Q4_0 rows as blocks of 32 int8. Orders of additions are not.
 from __future__ import annotations
 
 import numpy as np
-from scipy.special import erf
+from scipy.special import erf, expit
 
 from hotcold.runtime.kernels.formats import ACT_BYTES, ACT_D, ACT_SUM, ACT_SUMS, BF16, BLOCK, F16, F32, Q4_0, Q8_0, QUANTIZED
 
@@ -42,11 +42,16 @@ def decode(ggml_type: int, raw: Array, cols: int) -> Array:
 
 
 def quantize(x: Array) -> tuple[Array, Array]:
-    """Activations float32 [..., n] -> (q int8 [..., n/32, 32], d float32 [..., n/32]): x is about q * d."""
+    """Activations float32 [..., n] -> (q int8 [..., n/32, 32], d float32 [..., n/32]): x is about q * d.
+
+    A block whose largest value is below 4e-37, where 127 / largest overflows, becomes 0. NaN becomes 0 too.
+    """
     blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, BLOCK)
-    top = np.abs(blocks).max(axis=-1)
-    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
-    return np.rint(blocks * inverse[..., None]).astype(np.int8), top * np.float32(1 / 127)
+    top = np.nanmax(np.abs(blocks), axis=-1, initial=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+        q = np.rint(blocks * inverse[..., None])
+    return np.where(np.isfinite(q), q, 0).astype(np.int8), top * np.float32(1 / 127)
 
 
 def act_blocks(x: Array) -> Array:
@@ -137,7 +142,7 @@ def activate(name: str, keys: Array, threshold: float = 0.0) -> Array:
     if name == "relu2":
         return np.where(fires(x, threshold), x * x, 0.0)
     if name == "silu":
-        return x * _sigmoid(x)
+        return x * expit(x)
     if name == "gelu":
         return 0.5 * x * (1.0 + erf(x * 0.5**0.5))
     if name == "gelu_tanh":
@@ -151,10 +156,6 @@ def neuron_values(name: str, keys: Array, up: Array | None, threshold: float = 0
     if up is None:
         return value
     return value * (np.maximum(up, 0.0) if name == "drelu" else up)
-
-
-def _sigmoid(x: Array) -> Array:
-    return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
 # ------------------------------------------------------------------ attention

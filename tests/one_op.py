@@ -1,0 +1,154 @@
+"""Runs single operators of the compiled worker function, on plain arrays.
+
+In: fields of an operator record (kernels/walk.py) as arrays and numbers. Out: what the operator wrote. Next:
+test_kernels.py, guard_pages.py.
+
+The function is the one the engine runs, already compiled and cached, so tests need no compiling of their own and are
+indifferent to how kernels call each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import gguf
+import numpy as np
+from hotcold.runtime.kernels import formats, reference, walk
+from hotcold.runtime.kernels.blocks import panel_bytes
+from hotcold.runtime.kernels.cache import compile_cached
+from numba import types, typeof
+
+FLOATS = (formats.F32, formats.F16, formats.BF16)
+NAMES = {t: gguf.GGMLQuantizationType(t).name for t in formats.NATIVE}
+CANARY = np.float32(-12345.5)
+
+
+def encode(ggml_type: int, values: np.ndarray) -> np.ndarray:
+    """float32 [rows, cols] -> raw rows, uint8 [rows, row bytes]."""
+    kind = gguf.GGMLQuantizationType(ggml_type)
+    return np.ascontiguousarray(gguf.quants.quantize(values, kind)).view(np.uint8).reshape(len(values), -1)
+
+
+def canaries(*shape: int) -> np.ndarray:
+    """float32 memory in which every value not written shows."""
+    return np.full(shape, CANARY, np.float32)
+
+
+def padded(x: np.ndarray, to: int = 64) -> np.ndarray:
+    """x [..., n] with its last axis padded to a multiple of `to` by NaN, as the engine pads its buffers."""
+    wide = np.full((*x.shape[:-1], -(-x.shape[-1] // to) * to), np.nan, np.float32)
+    wide[..., : x.shape[-1]] = x
+    return wide
+
+
+def address(array: np.ndarray | None) -> int:
+    return 0 if array is None else array.ctypes.data
+
+
+class Runner:
+    """A team of threads for the programs of one test: run() returns when all operators are done."""
+
+    def __init__(self, n_threads: int = 1, cols: int = 4096) -> None:
+        record, i64 = typeof(np.zeros(1, walk.OP)), types.int64
+        compile_cached([(walk.serve, (record, record, i64, i64, i64)), (walk.raise_go, (i64,))], lambda line: None)
+        self.n_threads = n_threads
+        self.control = np.zeros(walk.control_words(n_threads), np.int64)
+        self.arena_size = (panel_bytes(cols) + 4095) // 4096 * 4096
+        self.arena = np.zeros(self.arena_size * n_threads, np.uint8)
+
+    def run(self, *records: np.ndarray, n_tok: int = 1, pos: int = 0, first_out: int = 0, **arguments: int) -> None:
+        """arguments: other words of the control block, tokens=address for A_TOKENS and so on."""
+        program = np.concatenate(records)
+        program["sync"] = 1
+        words = {"n_tok": n_tok, "pos": pos, "first_out": first_out, "arena": self.arena.ctypes.data,
+                 "arena_size": self.arena_size} | arguments  # fmt: skip
+        for name, value in words.items():
+            self.control[getattr(walk, f"A_{name.upper()}")] = value
+        walk.raise_go(self.control.ctypes.data)
+        others = [threading.Thread(target=self._work, args=(program, t)) for t in range(1, self.n_threads)]
+        for thread in others:
+            thread.start()
+        self._work(program, 0)
+        for thread in others:
+            thread.join()
+
+    def _work(self, program: np.ndarray, t: int) -> None:
+        """Thread 0 returns after its run; the others when they find no further one."""
+        while walk.serve(program, program, t, self.n_threads, self.control.ctypes.data) != (1 if t == 0 else 0):
+            pass
+        self.control[walk.OWN + 8 * t + walk.OWN_PARKED] = 0
+
+
+def record(op: int, **fields: Any) -> np.ndarray:
+    """One operator, array [1] of walk.OP; arrays become addresses. They must outlive the run."""
+    out = np.zeros(1, walk.OP)
+    out["op"], out["scale"] = op, 1
+    for name, value in fields.items():
+        out[name] = address(value) if isinstance(value, np.ndarray) else value
+    return out
+
+
+def matmul(
+    runner: Runner,
+    ggml_type: int,
+    raw: np.ndarray,
+    x: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    scale: float = 1.0,
+    old: np.ndarray | None = None,
+    weights_at: int | None = None,
+) -> np.ndarray:
+    """The MATMUL operator: x float32 [n_tok, cols] -> the whole output buffer [n_tok + 2, >= rows], canaries around.
+
+    Row 0 and the last row, and columns past `rows`, are not the operator's. old [n_tok, rows]: what it adds to.
+    weights_at: address of the rows if they are not in `raw`.
+    """
+    n_tok, cols = x.shape
+    rows, stride = raw.shape
+    out = canaries(n_tok + 2, rows + 3)
+    if old is not None:
+        out[1:-1, :rows] = old
+    wide = padded(x)
+    # Rows of block formats never see the floats: NaN there would show.
+    floats = wide if ggml_type in FLOATS else np.full_like(wide, np.nan)
+    blocks = reference.act_blocks(x) if ggml_type not in FLOATS else np.zeros((n_tok, 64), np.uint8)
+    op = record(
+        walk.MATMUL, qt=ggml_type, w=address(raw) if weights_at is None else weights_at, stride=stride, rows=rows,
+        cols=cols, src=floats, ld_src=floats.strides[0], srcb=blocks, ld_srcb=blocks.strides[0], dst=out[1:],
+        ld_dst=out.strides[0], bias=address(bias), scale=scale, add=old is not None,
+    )  # fmt: skip
+    runner.run(op, n_tok=n_tok)
+    return out
+
+
+def inside(out: np.ndarray, rows: int) -> np.ndarray:
+    """The operator's part of a buffer with canaries around, after checking them."""
+    canary = CANARY.view(np.uint32)
+    bits = out.view(np.uint32)
+    assert (bits[0] == canary).all() and (bits[-1] == canary).all() and (bits[1:-1, rows:] == canary).all()
+    return out[1:-1, :rows]
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equality of float32 arrays bit for bit, so that -0 is not 0 and NaN is NaN."""
+    return a.shape == b.shape and bool(np.array_equal(a.view(np.uint32), b.view(np.uint32)))
+
+
+def close(got: np.ndarray, want: np.ndarray, size: np.ndarray | float, tolerance: float) -> bool:
+    """|got - want| <= tolerance * size, the size of what was added up."""
+    return bool((np.abs(got - want) <= tolerance * size + 1e-30).all())
+
+
+def random_rows(rng: np.random.Generator, rows: int, cols: int) -> np.ndarray:
+    """float32 [rows, cols] whose rows differ in size."""
+    sizes = np.exp(rng.normal(0, 1, (rows, 1)))
+    values: np.ndarray = (rng.standard_normal((rows, cols)) * sizes).astype(np.float32)
+    return values
+
+
+def cases(lengths: Sequence[int], block_lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(type, columns) for every format with lengths it allows."""
+    return [(t, n) for t in formats.NATIVE for n in (lengths if t in FLOATS else block_lengths)]
