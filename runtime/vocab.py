@@ -210,15 +210,15 @@ def _scores(keys: _Keys, n: int) -> np.ndarray:
 def _merges(keys: _Keys, tokens: list[str]) -> list[tuple[str, str]]:
     key = P + "merges"
     known = set(tokens)
-    out: list[tuple[str, str]] = []
-    for i, line in enumerate(keys.strings(key)):
-        left, space, right = line.partition(" ")
-        if not (left and space and right) or " " in right:
-            raise keys.error(key, f"entry {i} is {ascii(line[:60])}, allowed: two tokens with a space between")
+    lines = keys.strings(key)
+    out: list[tuple[str, str]] = [tuple(line.split(" ")) for line in lines]  # type: ignore[misc]
+    for i, pair in enumerate(out):
+        if len(pair) != 2 or not pair[0] or not pair[1]:
+            raise keys.error(key, f"entry {i} is {ascii(lines[i][:60])}, allowed: two tokens with a space between")
+        left, right = pair
         if left not in known or right not in known or left + right not in known:
             unknown = next(t for t in (left, right, left + right) if t not in known)
-            raise keys.error(key, f"entry {i} ({ascii(line[:60])}) needs {ascii(unknown[:60])}, not in {P}tokens")
-        out.append((left, right))
+            raise keys.error(key, f"entry {i} ({ascii(lines[i][:60])}) needs {ascii(unknown[:60])}, not in {P}tokens")
     return out
 
 

@@ -48,7 +48,7 @@ class BPEModel:
     """Byte-level BPE."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._tokens, self._types = vocabulary.tokens, vocabulary.types
+        self._tokens, self._types = vocabulary.tokens, vocabulary.types.tobytes()
         row = pretokenizers.kind(vocabulary.pre)
         hidden = set(vocabulary.ids_of(TokenType.CONTROL, TokenType.UNKNOWN, TokenType.UNUSED))
         vocab = {t: i for i, t in enumerate(vocabulary.tokens) if i not in hidden}
@@ -78,7 +78,7 @@ class SPMModel:
     """SentencePiece BPE: pieces merge in the order of their scores, unknown characters become byte tokens."""
 
     def __init__(self, vocabulary: Vocabulary, where: str = "GGUF") -> None:
-        self._tokens, self._types = vocabulary.tokens, vocabulary.types
+        self._tokens = vocabulary.tokens
         self._prefix = SPACE if vocabulary.space_prefix else ""
         self._byte_of = _byte_tokens(vocabulary, where)
         self._n_vocab = len(vocabulary.tokens)
