@@ -64,6 +64,9 @@ def run_burst(command: list[str], extra_env: dict[str, str] | None = None, timeo
         killer.start()
         try:
             _, status, usage = os.wait4(process.pid, 0)  # Popen.wait would not tell its CPU time
+        except KeyboardInterrupt:
+            process.kill()
+            raise
         finally:
             killer.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
