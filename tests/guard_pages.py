@@ -11,8 +11,9 @@ import mmap
 import sys
 
 import numpy as np
+from one_op import FFN, FLOATS, NAMES, Runner, close, encode, inside, matmul, random_rows, record
+
 from hotcold.runtime.kernels import formats, reference, walk
-from one_op import FLOATS, NAMES, Runner, close, encode, inside, matmul, random_rows, record
 
 PROT_NONE = 0
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -83,8 +84,14 @@ def rest(runner: Runner, guarded: Guarded, vector: Guarded, ggml_type: int, raw:
                        stride2=stride, **to)  # fmt: skip
     runner.run(positions, n_tok=1, pos=rows - 1, tokens=tokens.ctypes.data)
     values = np.ones((n_tok, rows + 64), np.float32)
+    bias = vector.put(np.ones(cols, np.float32))
     runner.run(record(walk.DOWN, qt3=ggml_type, w3=weights, stride3=stride, rows=rows, cols=cols, src=values,
-                      ld_src=values.strides[0], bias=vector.put(np.ones(cols, np.float32)), **to), n_tok=n_tok)  # fmt: skip
+                      ld_src=values.strides[0], bias=bias, **to), n_tok=n_tok)  # fmt: skip
+    if rows % 2 == 0:
+        ffn = FFN("relu", 0.0, True, ggml_type, raw[: rows // 2].copy(), ggml_type, weights.reshape(raw.shape), cols)
+        ffn.run(x[0], "dense", 1)
+    ffn = FFN("relu", 0.0, False, ggml_type, weights.reshape(raw.shape), ggml_type, raw.copy(), cols)
+    ffn.run(x[0], "exact", 1)
     wide = np.zeros((n_tok, cols + 64), np.float32)
     for flag in (0, 1):
         runner.run(record(walk.NORM, w=vector.put(np.ones(cols, np.float32)), cols=cols, eps=1e-5, flag=flag,

@@ -9,16 +9,21 @@ indifferent to how kernels call each other.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import gguf
 import numpy as np
+from numba import typeof, types
+
+from hotcold.runtime import plan, program, weights
+from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.kernels import formats, reference, walk
 from hotcold.runtime.kernels.blocks import panel_bytes
 from hotcold.runtime.kernels.cache import compile_cached
-from numba import types, typeof
 
 FLOATS = (formats.F32, formats.F16, formats.BF16)
 NAMES = {t: gguf.GGMLQuantizationType(t).name for t in formats.NATIVE}
@@ -122,6 +127,83 @@ def matmul(
     )  # fmt: skip
     runner.run(op, n_tok=n_tok)
     return out
+
+
+@dataclass
+class FFN:
+    """The matrices of one feed-forward network in the neuron-split layout, raw rows of n_embd columns.
+
+    value: down columns; with a gate, rows 2i and 2i+1 are up row and down column of neuron i. Biases may be None.
+    """
+
+    activation: str
+    threshold: float
+    gated: bool
+    key_type: int
+    key: np.ndarray
+    value_type: int
+    value: np.ndarray
+    n_embd: int
+    key_bias: np.ndarray | None = None
+    up_bias: np.ndarray | None = None
+    down_bias: np.ndarray | None = None
+    scale: float = 1.0
+
+    @property
+    def n_ff(self) -> int:
+        return len(self.key)
+
+    def _matrix(self, name: str, ggml_type: int, raw: np.ndarray | None) -> weights.Matrix | None:
+        if raw is None:
+            return None
+        rows = raw.reshape(1, -1) if raw.ndim == 1 else raw
+        cols = raw.size if raw.ndim == 1 else self.n_embd
+        return weights.Matrix(name, raw, ggml_type, len(rows), cols, rows.strides[0], address(raw))
+
+    def config(self) -> ModelConfig:
+        return ModelConfig(
+            arch="llama", name="", layout="neuron-split", n_layer=1, n_embd=self.n_embd, n_head=1, n_head_kv=1,
+            head_dim=8, n_vocab=8, n_ctx_train=8, n_ff=(self.n_ff,), norm="rms", norm_eps=1e-6,
+            activation=self.activation, gated=self.gated, thresholds=(self.threshold,), rope=None, window=(0,),
+        )  # fmt: skip
+
+    def operators(self) -> tuple[plan.Op, ...]:
+        """Norm with weights of 1, FFN, reduction: x += scale * (FFN(norm(x)) + bias)."""
+        ones = self._matrix("norm", formats.F32, np.ones(self.n_embd, np.float32))
+        biases = [self._matrix("bias", formats.F32, b) for b in (self.key_bias, self.up_bias, self.down_bias)]
+        key = self._matrix("key", self.key_type, self.key)
+        value = self._matrix("value", self.value_type, self.value)
+        return (
+            plan.Op("norm", 0, ("x",), ("h",), (ones,)),
+            plan.Op("ffn", 0, ("h",), ("acc",), (key, value), biases[0], biases[1]),
+            plan.Op("reduce", 0, ("acc", "x"), ("x",), (), biases[2], scale=self.scale),
+        )
+
+    def run(self, x: np.ndarray, sparsity: str, n_threads: int) -> tuple[np.ndarray, np.ndarray]:
+        """One token through the engine's operators: x float32 [n_embd] -> (x after, neurons computed per thread)."""
+        ops = self.operators()
+        buffers = program.Buffers(self.config(), n_threads, 8, 8, "f32")
+        lowered = program.Lowering(plan.Plan(self.config(), sparsity, ops, ops), buffers, False).program(ops)
+        at = buffers.shared["x"].addr
+        ctypes.memmove(at, x.ctypes.data, x.nbytes)
+        counts = np.zeros(n_threads, np.int64)
+        Runner(n_threads).run(
+            lowered, arena=buffers.arena, arena_size=buffers.arena_size, counts=address(counts)
+        )
+        after = np.empty_like(x)
+        ctypes.memmove(after.ctypes.data, at, x.nbytes)
+        return after, counts
+
+    def reference(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """float64: (x after, neuron values [n_ff])."""
+        h = reference.rms_norm(x, np.ones(self.n_embd), 1e-6).astype(np.float32)
+        keys = reference.matmul(self.key_type, self.key, h, self.key_bias)
+        up, down = None, self.value
+        if self.gated:
+            up, down = reference.matmul(self.value_type, self.value[::2], h, self.up_bias), self.value[1::2]
+        values = reference.neuron_values(self.activation, keys, up, self.threshold)
+        y = reference.down(self.value_type, down, values, self.n_embd, self.down_bias, self.scale)
+        return x + y, values
 
 
 def inside(out: np.ndarray, rows: int) -> np.ndarray:

@@ -14,9 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hotcold.runtime.kernels import formats, reference, walk
-from hotcold.runtime.kernels.sync import barrier
-from hotcold.runtime.kernels.vector import ACTIVATION_CODES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -38,6 +35,10 @@ from one_op import (
     record,
     same_bits,
 )
+
+from hotcold.runtime.kernels import formats, reference, walk
+from hotcold.runtime.kernels.sync import barrier
+from hotcold.runtime.kernels.vector import ACTIVATION_CODES
 
 LENGTHS = (1, 7, 8, 15, 16, 31, 64, 72, 100, 576)
 BLOCK_LENGTHS = (32, 64, 96, 576, 1056)
@@ -379,7 +380,8 @@ def test_rope_turns_queries_and_fills_the_cache(
 ) -> None:
     heads, kv_heads, n_ctx, pos, n_tok = 6, 2, 13, 3, 4
     for n_threads, normed in ((1, False), (3, True)):
-        q, k, v = (rng.standard_normal((n_tok + 1, h, head_dim)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
+        shapes = [(n_tok + 1, h, head_dim) for h in (heads, kv_heads, kv_heads)]
+        q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
         cos, sin = rng.standard_normal((2, n_ctx, max(1, n_dims // 2))).astype(np.float32)
         wq, wk = rng.standard_normal((2, head_dim)).astype(np.float32)
         caches = np.full((2, kv_heads, n_ctx, head_dim), 9, kv)

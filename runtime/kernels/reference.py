@@ -12,7 +12,19 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import erf, expit
 
-from hotcold.runtime.kernels.formats import ACT_BYTES, ACT_D, ACT_SUM, ACT_SUMS, BF16, BLOCK, F16, F32, Q4_0, Q8_0, QUANTIZED
+from hotcold.runtime.kernels.formats import (
+    ACT_BYTES,
+    ACT_D,
+    ACT_SUM,
+    ACT_SUMS,
+    BF16,
+    BLOCK,
+    F16,
+    F32,
+    Q4_0,
+    Q8_0,
+    QUANTIZED,
+)
 
 Array = np.ndarray
 
