@@ -84,11 +84,16 @@ class Team:
         before = int(self.control[walk.GO])
         try:
             self._go()
-            self._done.acquire()
+            self._wait()
         except BaseException:
             if self.control[walk.GO] != before:
                 self._abandon()
             raise
+
+    def _wait(self) -> None:
+        """Until the last run is finished. The semaphore only wakes: an interrupt may lose or leave one of its tokens."""
+        while self.control[walk.FINISHED] != self.control[walk.GO]:
+            self._done.acquire()
 
     def _abandon(self) -> None:
         """Make the team leave a run that is under way, and wait for that; more Ctrl-C cannot stop the waiting."""
@@ -97,7 +102,7 @@ class Team:
             semaphore.release()
         while True:
             try:
-                self._done.acquire()
+                self._wait()
                 return
             except KeyboardInterrupt:
                 continue

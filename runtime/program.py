@@ -15,6 +15,7 @@ import numpy as np
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.kernels import formats, walk
+from hotcold.runtime.kernels.attention import attention_bytes
 from hotcold.runtime.kernels.blocks import panel_bytes
 from hotcold.runtime.kernels.ffn import LIST_PADDING
 from hotcold.runtime.kernels.vector import ACTIVATION_CODES
@@ -101,9 +102,9 @@ class Buffers:
     def _make_arena(self, c: ModelConfig, n_threads: int, widest: int) -> None:
         """Per thread: scratch at offset 0, then the private buffers of the token program."""
         lists = 4 * (_padded(max(c.n_ff)) + LIST_PADDING)
-        scratch = max(panel_bytes(max(c.n_embd, widest)), 4 * (self.n_ctx + 64))
         layout = {
-            "scratch": scratch,
+            "scratch": panel_bytes(max(c.n_embd, widest)),
+            "scores": attention_bytes(self.n_ctx),
             "h": 4 * _padded(c.n_embd),
             "h_b": 2 * _padded(c.n_embd),
             "hq_b": 2 * _padded(widest),
@@ -233,7 +234,8 @@ class Lowering:
         }  # fmt: skip
 
     def _attend(self, op: Op) -> dict:
-        return self._heads(op.layer) | {"window": self.config.window[op.layer]} | self._to("att")
+        fields = {"window": self.config.window[op.layer], "srcb": self.buffers.private["scores"]}
+        return self._heads(op.layer) | fields | self._to("att")
 
     def _ffn(self, op: Op) -> dict:
         key, value = op.weights

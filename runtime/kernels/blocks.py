@@ -48,7 +48,8 @@ def finish(dst, y, bias, row, scale, add):
 
 
 @njit
-def _pack_bytes(qt, a, stride, last, n, panel):
+def pack_bytes(qt, a, stride, last, n, panel):
+    """Byte panel (tiles.py) of rows 0..last of a quantized matrix."""
     for b in range(n // 32):
         if qt == Q8_0:
             pack_q8(a + b * Q8_0_BYTES, stride, last, panel + b * BYTE_BLOCK)
@@ -57,7 +58,8 @@ def _pack_bytes(qt, a, stride, last, n, panel):
 
 
 @njit
-def _pack_floats(qt, a, stride, last, n, panel):
+def pack_floats(qt, a, stride, last, n, panel):
+    """panel[k][FLOAT_ROWS] = column k of rows 0..last of a float matrix (row `last` repeated to the panel's width)."""
     size = 4 if qt == F32 else 2
     for v in range(FLOAT_VECTORS):
         first = min(v * LANES, last)
@@ -99,9 +101,9 @@ def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
     for r in range(r0, r1, width):
         rows = min(width, r1 - r)
         if quantized:
-            _pack_bytes(o.qt, o.w + r * o.stride, o.stride, rows - 1, o.cols, panel)
+            pack_bytes(o.qt, o.w + r * o.stride, o.stride, rows - 1, o.cols, panel)
         else:
-            _pack_floats(o.qt, o.w + r * o.stride, o.stride, rows - 1, o.cols, panel)
+            pack_floats(o.qt, o.w + r * o.stride, o.stride, rows - 1, o.cols, panel)
         for t in range(0, n_tok, TILE_TOKENS):
             tokens = min(TILE_TOKENS, n_tok - t)
             if quantized:
@@ -115,7 +117,7 @@ def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
 
 
 @njit
-def _pack_columns(qt, w, stride, n0, n1, c0, cols, panel):
+def pack_columns(qt, w, stride, n0, n1, c0, cols, panel):
     """panel[neuron][FLOAT_ROWS] = weights c0.. of each neuron's down row; columns past the end are 0."""
     for n in range(n0, n1):
         a, dst = w + n * stride, panel + 4 * (n - n0) * FLOAT_ROWS
@@ -141,7 +143,7 @@ def matmul_columns(o, c0, c1, n_tok, x, ldx, dst, ldd, scratch):
         width = min(FLOAT_ROWS, c1 - c)
         for n in range(0, o.rows, DEPTH):
             end = min(n + DEPTH, o.rows)
-            _pack_columns(o.qt3, o.w3, o.stride3, n, end, c, o.cols, panel)
+            pack_columns(o.qt3, o.w3, o.stride3, n, end, c, o.cols, panel)
             bias = o.bias if n == 0 else 0
             for t in range(0, n_tok, TILE_TOKENS):
                 tokens = min(TILE_TOKENS, n_tok - t)

@@ -10,8 +10,8 @@ Small vector work of a single token is repeated by every thread into private mem
 import numpy as np
 from numba import njit
 
-from hotcold.runtime.kernels.attention import attend, store_cache
-from hotcold.runtime.kernels.blocks import matmul, matmul_columns
+from hotcold.runtime.kernels.attention import QUERIES, attend, attend_block, store_cache
+from hotcold.runtime.kernels.blocks import PACK_TOKENS, matmul, matmul_columns
 from hotcold.runtime.kernels.ffn import sparse_ffn
 from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec
 from hotcold.runtime.kernels.simd import load_f32, load_i64, store_f32, store_i64
@@ -40,13 +40,13 @@ OP = np.dtype(
 EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN = range(10)
 
 # Control block: int64 words. The first ones, where threads spin, have a cache line each.
-GO, ARRIVED, RELEASED, ABORT = (8 * i for i in range(4))
+GO, ARRIVED, RELEASED, ABORT, FINISHED = (8 * i for i in range(5))  # GO and FINISHED count runs
 # Arguments of a run, written before GO is raised.
 (
     A_PROGRAM, A_TOKENS, A_N_TOK, A_POS, A_FIRST_OUT, A_LOGITS, A_COUNTS, A_ARENA, A_ARENA_SIZE, A_COS, A_SIN,
     A_ROPE_ROW,
-) = range(32, 44)  # fmt: skip
-OWN = 48  # one line per thread from here: parked flag, last run seen, barriers passed
+) = range(40, 52)  # fmt: skip
+OWN = 56  # one line per thread from here: parked flag, last run seen, barriers passed
 OWN_PARKED, OWN_SEEN, OWN_PHASE = 0, 1, 2
 
 EXIT = -1  # number of tokens that tells the workers to leave
@@ -127,19 +127,26 @@ def _rope(o, t, n_threads, n_tok, pos, cos, sin, rope_row):
 
 
 @njit
-def _attend(o, t, n_threads, n_tok, pos, scores):
-    """Same fields as _rope; window > 0: a token sees itself and the window-1 before it. Heads are dealt round-robin:
-    later tokens of a block see more."""
+def _attend(o, t, n_threads, n_tok, pos, scratch, scores):
+    """Same fields as _rope; srcb = scores, private; window > 0: a token sees itself and the window - 1 before it.
+    Work is dealt round-robin: later tokens of a block see more."""
     hd = o.unit
     group = o.rows // o.cols
-    for item in range(t, n_tok * o.rows, n_threads):
-        tok, head = item // o.rows, item % o.rows
-        end = pos + tok + 1
-        start = max(0, end - o.window) if o.window else 0
-        row = (head // group * o.aux2 + start) * o.stride3
+    step = 1 if n_tok < PACK_TOKENS else QUERIES
+    tiles = (n_tok + step - 1) // step
+    for item in range(t, tiles * o.rows, n_threads):
+        tok, head = item // o.rows * step, item % o.rows
+        row = head // group * o.aux2 * o.stride3
         q = o.src + tok * o.ld_src + 4 * head * hd
         out = o.dst + tok * o.ld_dst + 4 * head * hd
-        attend(o.qt, q, o.w3 + row, o.aux + row, end - start, hd, o.scale, scores, out)
+        if step > 1:
+            attend_block(o.qt, q, o.ld_src, min(step, n_tok - tok), o.w3 + row, o.aux + row, pos + tok, o.window, hd,
+                         o.scale, out, o.ld_dst, scratch, scores)  # fmt: skip
+        else:
+            end = pos + tok + 1
+            start = max(0, end - o.window) if o.window else 0
+            row += start * o.stride3
+            attend(o.qt, q, o.w3 + row, o.aux + row, end - start, hd, o.scale, scores, out)
 
 
 @njit
@@ -211,7 +218,7 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
         _rope(o, t, n_threads, n_tok, pos, load_i64(ctl + 8 * A_COS), load_i64(ctl + 8 * A_SIN),
               load_i64(ctl + 8 * A_ROPE_ROW))
     elif o.op == ATTEND:
-        _attend(o, t, n_threads, n_tok, pos, scratch)
+        _attend(o, t, n_threads, n_tok, pos, scratch, o.srcb + own)
     elif o.op == REDUCE:
         _reduce(o, t, n_threads, load_i64(ctl + 8 * A_ARENA_SIZE))
     elif o.op == ACTIVATE:
@@ -268,6 +275,7 @@ def serve(token_program, block_program, t, n_threads, ctl):
             return -1
         _run(token_program if load_i64(ctl + 8 * A_PROGRAM) == 0 else block_program, t, n_threads, ctl)
         if t == 0:
+            atomic_store(ctl + 8 * FINISHED, seen + 1)
             return 1
 
 
