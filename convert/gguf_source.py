@@ -69,10 +69,6 @@ def _refuse_unsupported(f: GGUFFile, arch: str) -> None:
     if version is not None and (not isinstance(version, int) or version != schema.VERSION):
         raise HotcoldError(f"{f.path}: {schema.KEY_VERSION} is {safe_text(str(version))}, this program knows "
                            f"{schema.VERSION}: update hotcold or convert the model again")
-    count = f.get("split.count", 1)
-    if isinstance(count, int) and count > 1:
-        raise HotcoldError(f"{f.path}: is one of {count} parts: join them first with llama.cpp's "
-                           f"`llama-gguf-split --merge {f.path.name} OUT.gguf`")
     experts = f.get(f"{arch}.expert_count", 0)
     if experts or any("_exps" in name or "ffn_gate_inp" in name for name in f.tensors):
         raise HotcoldError(f"{f.path}: a mixture of experts ({safe_text(str(experts))} experts): not supported, "
@@ -148,6 +144,10 @@ def _unsplit(f: GGUFFile, tensors: dict[str, LazyTensor], n_layer: int, gated: b
             result[down_name] = renamed(transposed(down), down_name)
         elif part in (schema.FFN_GATE, schema.FFN_GATE_BIAS, schema.FFN_UP, schema.FFN_UP_BIAS):
             result[name] = gathered(t, order)
+        elif part == schema.FFN_DOWN_BIAS:
+            # A matrix stands before its bias, so that a file comes back byte for byte.
+            result[schema.block(int(number), schema.FFN_DOWN)] = result.pop(schema.block(int(number), schema.FFN_DOWN))
+            result[name] = t
         else:
             result[name] = t
     return result

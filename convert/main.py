@@ -97,9 +97,6 @@ def _opened(args: argparse.Namespace, report: Report) -> Iterator[StockModel]:
         return
     if not src.exists():
         raise HotcoldError(f"{src}: no such file or folder")
-    if re.search(r"-\d{5}-of-\d{5}\.gguf$", src.name) and not src.name.endswith("-00001-of-00001.gguf"):
-        raise HotcoldError(f"{src}: is one part of a split GGUF: join the parts first with llama.cpp's "
-                           "`llama-gguf-split --merge FIRST-PART OUT.gguf`")
     file: GGUFFile = open_gguf(src)
     with file:
         yield load_gguf(file, report)

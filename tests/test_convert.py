@@ -311,12 +311,10 @@ def test_source_is_never_the_output(tiny_model: Get, tmp_path: Path) -> None:
     (["{ckpt}", "-o", "{tmp}/no/such/o.gguf"], "no such folder"),
     (["{split}"], "is neuron-split already"),
     (["{ckpt}", "--relu-as-silu", "8"], "needs --to-stock"),
-    (["{tmp}/x-00002-of-00003.gguf"], "join the parts first"),
 ])  # fmt: skip
 def test_wrong_arguments(
     arguments: list[str], text: str, tiny_checkpoint: Get, tiny_model: Get, tmp_path: Path
 ) -> None:
-    (tmp_path / "x-00002-of-00003.gguf").write_bytes(b"GGUF")
     values = dict(ckpt=tiny_checkpoint("llama"), split=tiny_model("llama"), tmp=tmp_path)
     assert text in convert_error(*(a.format(**values) for a in arguments))
 
