@@ -146,7 +146,9 @@ def _unsplit(f: GGUFFile, tensors: dict[str, LazyTensor], n_layer: int, gated: b
             result[name] = gathered(t, order)
         elif part == schema.FFN_DOWN_BIAS:
             # A matrix stands before its bias, so that a file comes back byte for byte.
-            result[schema.block(int(number), schema.FFN_DOWN)] = result.pop(schema.block(int(number), schema.FFN_DOWN))
+            down_name = schema.block(int(number), schema.FFN_DOWN)
+            if down_name in result:
+                result[down_name] = result.pop(down_name)
             result[name] = t
         else:
             result[name] = t

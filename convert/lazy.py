@@ -74,7 +74,8 @@ def to_float32(raw: np.ndarray, qtype: QType) -> np.ndarray:
     if qtype == QType.BF16:
         return (raw.astype(np.uint32) << 16).view(np.float32)
     if qtype in FLOAT_TYPES:
-        return raw.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):  # float64 that becomes infinite is refused by cast()
+            return raw.astype(np.float32, copy=False)
     return gguf.quants.dequantize(raw, qtype)
 
 
