@@ -184,9 +184,9 @@ def _heads(keys: Keys, n_layer: int, n_embd: int) -> tuple[int, int, int]:
     if head_dim != value_dim:
         raise keys.error(f"key '{keys.full('attention.value_length')}'", value_dim,
                          f"attention.key_length, {head_dim}: different sizes are not supported")  # fmt: skip
-    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+    if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
         raise keys.error("head size (attention.key_length or embedding_length / head_count)", head_dim,
-                         f"a multiple of 8 up to {_MAX_HEAD_DIM}: other sizes are not supported")  # fmt: skip
+                         f"an even number up to {_MAX_HEAD_DIM}")  # fmt: skip
     return n_head, n_head_kv, head_dim
 
 

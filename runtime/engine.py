@@ -91,7 +91,7 @@ class Team:
             raise
 
     def _wait(self) -> None:
-        """Until the last run is finished. The semaphore only wakes: an interrupt may lose or leave one of its tokens."""
+        """Until the last run is finished. The semaphore only wakes: an interrupt may lose or leave a token of it."""
         while self.control[walk.FINISHED] != self.control[walk.GO]:
             self._done.acquire()
 

@@ -155,6 +155,15 @@ def test_f32_logits(case: str, tiny_model: Any, tiny_checkpoint: Any, open_engin
 CONTINUOUS = [case for case in CASES if CASES[case].get("hidden_act") != "fatrelu"]
 
 
+@pytest.mark.parametrize("head_dim", [2, 10, 20, 100])
+def test_head_sizes_that_fit_no_vector(head_dim: int, tiny_model: Any, tiny_checkpoint: Any, open_engine: Any) -> None:
+    want = reference_logits(tiny_checkpoint("llama-headdim", head_dim=head_dim), TOKENS)
+    engine = open_engine(tiny_model("llama-headdim", head_dim=head_dim))
+    assert relative_error(engine.forward(TOKENS, "all"), want) < 1e-4
+    engine.truncate(0)
+    assert relative_error(np.stack([engine.forward([i]) for i in TOKENS]), want) < 1e-4
+
+
 @pytest.mark.parametrize("case", CONTINUOUS)
 def test_f16_logits(case: str, tiny_model: Any, open_engine: Any, golden: Any) -> None:
     engine = open_engine(tiny_model(case, "f16"))

@@ -14,26 +14,18 @@ from hotcold.runtime.kernels.formats import F16
 from hotcold.runtime.kernels.rows import ONE, ZERO
 from hotcold.runtime.kernels.simd import (
     add_w,
-    fma,
     fma_w,
-    hsum,
     hsum_w,
-    load_dup,
+    load_f16,
     load_f32,
-    load_v,
-    load_vh,
     load_w,
     load_wh,
     mul_w,
-    splat,
     splat_w,
     store_f16,
     store_f32,
-    store_v,
     store_w,
     sub_w,
-    vmul,
-    vzero,
     zero_w,
 )
 from hotcold.runtime.kernels.tiles import FLOAT_ROWS, TILE_TOKENS, float_tile
@@ -52,57 +44,70 @@ def store_cache(kv_type, cache, x, n):
             store_f32(cache + 4 * i, load_f32(x + 4 * i))
 
 
-@njit
-def _scores(kv_type, q, k, n_pos, head_dim, scale, scores):
-    """scores[p] = scale * (q . k[p]); returns the largest."""
-    top = _LOW
-    row = head_dim * (2 if kv_type == F16 else 4)
-    for p in range(n_pos):
-        a = k + p * row
-        s = zero_w()
+def _attend_of(load16, load1, size):
+    """The attention of one token, for one type of cache."""
+
+    @njit
+    def scaled_scores(q, k, n_pos, head_dim, scale, scores):
+        """scores[p] = scale * (q . k[p]); returns the largest."""
+        top = _LOW
+        for p in range(n_pos):
+            a = k + p * head_dim * size
+            s = zero_w()
+            for i in range(0, head_dim - 15, 16):
+                s = fma_w(load16(a + size * i), load_w(q + 4 * i), s)
+            y = hsum_w(s)
+            for i in range(head_dim // 16 * 16, head_dim):
+                y += load1(a + size * i) * load_f32(q + 4 * i)
+            y *= scale
+            store_f32(scores + 4 * p, y)
+            top = max(top, y)
+        return top
+
+    @njit
+    def weighted_values(v, n_pos, head_dim, scores, inverse, out):
+        """out = inverse * sum over p of scores[p] * v[p]."""
+        row = head_dim * size
         for i in range(0, head_dim - 15, 16):
-            s = fma_w(load_wh(a + 2 * i) if kv_type == F16 else load_w(a + 4 * i), load_w(q + 4 * i), s)
-        y = hsum_w(s)
-        if head_dim % 16:
-            i = head_dim // 16 * 16
-            y += hsum(fma(load_vh(a + 2 * i) if kv_type == F16 else load_v(a + 4 * i), load_v(q + 4 * i), vzero()))
-        y *= scale
-        store_f32(scores + 4 * p, y)
-        top = max(top, y)
-    return top
+            s = zero_w()
+            for p in range(n_pos):
+                s = fma_w(load16(v + p * row + size * i), splat_w(load_f32(scores + 4 * p)), s)
+            store_w(out + 4 * i, mul_w(s, splat_w(inverse)))
+        for i in range(head_dim // 16 * 16, head_dim):
+            y = ZERO
+            for p in range(n_pos):
+                y += load1(v + p * row + size * i) * load_f32(scores + 4 * p)
+            store_f32(out + 4 * i, y * inverse)
+
+    @njit
+    def attend(q, k, v, n_pos, head_dim, scale, scores, out):
+        top = scaled_scores(q, k, n_pos, head_dim, scale, scores)
+        for p in range(n_pos, (n_pos + 15) // 16 * 16):
+            store_f32(scores + 4 * p, _LOW)
+        total = zero_w()
+        for p in range(0, n_pos, 16):
+            e = exp_w(sub_w(load_w(scores + 4 * p), splat_w(top)))
+            store_w(scores + 4 * p, e)
+            total = add_w(total, e)
+        # exp_w clamps at -87, so the padding adds at most 15 * e^-87: nothing in f32, since the largest term is 1
+        weighted_values(v, n_pos, head_dim, scores, ONE / hsum_w(total), out)
+
+    return attend
+
+
+_attend_f16, _attend_f32 = _attend_of(load_wh, load_f16, 2), _attend_of(load_w, load_f32, 4)
 
 
 @njit
 def attend(kv_type, q, k, v, n_pos, head_dim, scale, scores, out):
-    """out = softmax(scale * q k^T) v over n_pos cached positions; head_dim a multiple of 8.
+    """out = softmax(scale * q k^T) v over n_pos cached positions of one head.
 
-    scores: scratch of n_pos f32 rounded up to 16.
+    q, out: f32[head_dim]; k, v: rows of the cache; scores: scratch of n_pos f32 rounded up to 16.
     """
-    top = _scores(kv_type, q, k, n_pos, head_dim, scale, scores)
-    for p in range(n_pos, (n_pos + 15) // 16 * 16):
-        store_f32(scores + 4 * p, _LOW)
-    total = zero_w()
-    for p in range(0, n_pos, 16):
-        e = exp_w(sub_w(load_w(scores + 4 * p), splat_w(top)))
-        store_w(scores + 4 * p, e)
-        total = add_w(total, e)
-    # exp_w clamps at -87, so the padding adds at most 15 * e^-87: nothing in f32, since the largest term is 1
-    inv = ONE / hsum_w(total)
-    row = head_dim * (2 if kv_type == F16 else 4)
-    for i in range(0, head_dim - 15, 16):
-        s = zero_w()
-        for p in range(n_pos):
-            a = v + p * row
-            s = fma_w(load_wh(a + 2 * i) if kv_type == F16 else load_w(a + 4 * i),
-                      splat_w(load_f32(scores + 4 * p)), s)
-        store_w(out + 4 * i, mul_w(s, splat_w(inv)))
-    if head_dim % 16:
-        i = head_dim // 16 * 16
-        t = vzero()
-        for p in range(n_pos):
-            a = v + p * row
-            t = fma(load_vh(a + 2 * i) if kv_type == F16 else load_v(a + 4 * i), load_dup(scores + 4 * p), t)
-        store_v(out + 4 * i, vmul(t, splat(inv)))
+    if kv_type == F16:
+        _attend_f16(q, k, v, n_pos, head_dim, scale, scores, out)
+    else:
+        _attend_f32(q, k, v, n_pos, head_dim, scale, scores, out)
 
 
 # ------------------------------------------------------------------ many tokens: the same sums as matrix products
