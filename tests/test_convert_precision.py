@@ -56,9 +56,10 @@ def bf16(*values: float) -> LazyTensor:
 
 def test_bf16_to_f16_overflow_is_an_error_with_a_count() -> None:
     t = cast(bf16(1.0, 70144.0, -(2.0**100), 3.0), QType.F16, Report())
-    with pytest.raises(HotcoldError, match=r"blk.7.ffn_up.weight: 2 of 4 values do not fit F16 \(largest magnitude "
-                                           r"1.26765e\+30, limit 65504\): use --outtype bf16, f32 or q8_0"):  # fmt: skip
+    with pytest.raises(HotcoldError) as e:
         whole(t)
+    assert str(e.value) == ("tensor blk.7.ffn_up.weight: 2 of 4 values do not fit F16 (largest magnitude 1.26765e+30, "
+                            "limit 65504): use --outtype bf16, f32 or q8_0")  # fmt: skip
 
 
 def test_the_largest_f16_values_fit() -> None:
