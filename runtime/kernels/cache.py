@@ -38,18 +38,19 @@ def compile_cached(functions: list[tuple[Any, tuple]], notify: Callable[[str], N
     if not pending:
         return
     folder = cache_folder()
-    before = numba.config.CACHE_DIR
+    config: Any = numba.config
+    before = config.CACHE_DIR
     try:
         folder.mkdir(parents=True, exist_ok=True)
         compiled = {path.name.split("-")[0] for path in folder.rglob("*.nbi")}
-        numba.config.CACHE_DIR = str(folder)  # read when a function's cache is enabled
+        config.CACHE_DIR = str(folder)  # read when a function's cache is enabled
         for f, _ in pending:
             f.enable_caching()
     except (OSError, RuntimeError) as error:  # a folder that cannot be written
         notify(f"compiled kernels cannot be kept in {folder} ({error}): compiling them at every start")
         compiled = set()
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR = before
     new = any(f"walk.{f.py_func.__name__}" not in compiled for f, _ in pending)
     if new:
         notify("compiling the kernels for this CPU: once, about half a minute ...")

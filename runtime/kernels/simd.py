@@ -352,7 +352,8 @@ def offset128(b, v):  # s8 -> u8, larger by 128
 
 @emit(i8x32, addr)
 def load_nibbles(b, a):  # 16 bytes -> 32 values 0..15, the low nibbles first
-    v = shuffle(b, *[load(b, a, B16)] * 2, [i % 16 for i in range(32)])
+    v = load(b, a, B16)
+    v = shuffle(b, v, v, [i % 16 for i in range(32)])
     v = b.lshr(b.bitcast(v, i32x8.ll), const(i32x8.ll, [0] * 4 + [4] * 4))
     return b.and_(b.bitcast(v, i8x32.ll), const(i8x32.ll, [15] * 32))
 
