@@ -8,6 +8,7 @@ thread 0 says done. It stays interruptible, so Ctrl-C raises ABORT and the team 
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -52,8 +53,9 @@ class Team:
             [(walk.serve, (record, record, i64, i64, i64)), (walk.raise_go, (i64,)), (walk.claim_parked, (i64, i64))],
             notify,
         )
-        self._wake = [threading.Semaphore(0) for _ in range(n_threads)]
-        self._done = threading.Semaphore(0)
+        # Queues, because threading's semaphores stay locked when Ctrl-C arrives inside their Python code.
+        self._wake: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(n_threads)]
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, args=(t,), name=f"hotcold-{t}", daemon=True) for t in range(n_threads)
         ]
@@ -64,9 +66,9 @@ class Team:
         while True:
             said = walk.serve(*self._programs, t, self.n_threads, self._addr)
             if said == 1:
-                self._done.release()
+                self._done.put(None)
             elif said == 0:
-                self._wake[t].acquire()
+                self._wake[t].get()
             else:
                 return
 
@@ -74,40 +76,41 @@ class Team:
         walk.raise_go(self._addr)
         for t in range(self.n_threads):
             if walk.claim_parked(self._addr, t):
-                self._wake[t].release()
+                self._wake[t].put(None)
 
     def run(self, arguments: dict[int, int]) -> None:
         """One run to its end. KeyboardInterrupt: the run is abandoned, and the exception goes on."""
+        self._abandon()  # one still under way after several Ctrl-C; otherwise nothing
         for word, value in arguments.items():
             self.control[word] = value
         self.control[walk.ABORT] = 0
-        before = int(self.control[walk.GO])
         try:
             self._go()
             self._wait()
         except BaseException:
-            if self.control[walk.GO] != before:
-                self._abandon()
+            self._abandon()
             raise
 
     def _wait(self) -> None:
-        """Until the last run is finished. The semaphore only wakes: an interrupt may lose or leave a token of it."""
+        """Until the last run is finished. The queue only wakes: an interrupt may lose or leave an entry of it."""
         while self.control[walk.FINISHED] != self.control[walk.GO]:
-            self._done.acquire()
+            self._done.get()
 
     def _abandon(self) -> None:
         """Make the team leave a run that is under way, and wait for that; more Ctrl-C cannot stop the waiting."""
-        self.control[walk.ABORT] = 1
-        for semaphore in self._wake:  # one may have been left asleep; a worker woken for nothing parks again
-            semaphore.release()
         while True:
             try:
+                if self.control[walk.FINISHED] == self.control[walk.GO]:
+                    return
+                self.control[walk.ABORT] = 1
+                for wake in self._wake:  # one may have been left asleep; a worker woken for nothing parks again
+                    wake.put(None)
                 self._wait()
-                return
             except KeyboardInterrupt:
                 continue
 
     def close(self) -> None:
+        self._abandon()
         self.control[walk.A_N_TOK] = walk.EXIT
         self._go()
         for thread in self._threads:
@@ -234,6 +237,7 @@ class Engine:
     def _run(self, block: np.ndarray, rows: np.ndarray) -> None:
         """rows: f32 [wanted, n_vocab], contiguous: the logits of the block's last tokens go there."""
         assert self._team is not None
+        self._rows = rows  # the team may write there until the run has ended, whatever interrupts this method
         self._tokens[: len(block)] = block
         cos, sin = self._tables
         single = len(block) == 1
