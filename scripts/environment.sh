@@ -23,8 +23,8 @@ find_python() {  # prints the first Python >= 3.10 that runs
 make_venv() {
     .venv/bin/python -m pip --version >/dev/null 2>&1 && return 0
     local python
-    python=$(find_python) || die "needs Python 3.10 or newer, found $(python3 --version 2>&1 || echo none);" \
-        "install it, or name it: PYTHON=/path/to/python3.12 $0"
+    python=$(find_python) || die "needs Python 3.10 or newer; ${PYTHON:-python3} is" \
+        "$("${PYTHON:-python3}" --version 2>/dev/null || echo missing). Name another: PYTHON=/path/to/python3.12 $0"
     "$python" -c 'import venv, ensurepip' >/dev/null 2>&1 || die "$python has no venv module;" \
         "on Debian and Ubuntu: sudo apt install python3-venv"
     say "making a virtual environment in .venv with $("$python" --version 2>&1)"
