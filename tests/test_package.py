@@ -114,7 +114,8 @@ def test_product_imports_no_deep_learning_framework(wheel):
 
 @pytest.mark.parametrize("statement", ["import runtime", "from convert import names", "import placement"])
 def test_bare_imports_are_banned(statement):
-    command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--stdin-filename", str(ROOT / "tests" / "x.py"), "-"]
+    file = str(ROOT / "tests" / "x.py")
+    command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--stdin-filename", file, "-"]
     done = subprocess.run(command, input=statement + "\n", capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert "TID251" in done.stdout
