@@ -65,23 +65,23 @@ class Runner:
 
     def run(self, *records: np.ndarray, n_tok: int = 1, pos: int = 0, first_out: int = 0, **arguments: int) -> None:
         """arguments: other words of the control block, tokens=address for A_TOKENS and so on."""
-        program = np.concatenate(records)
-        program["sync"] = 1
+        records_in_order = np.concatenate(records)
+        records_in_order["sync"] = 1
         words = {"n_tok": n_tok, "pos": pos, "first_out": first_out, "arena": self.arena.ctypes.data,
                  "arena_size": self.arena_size} | arguments  # fmt: skip
         for name, value in words.items():
             self.control[getattr(walk, f"A_{name.upper()}")] = value
         walk.raise_go(self.control.ctypes.data)
-        others = [threading.Thread(target=self._work, args=(program, t)) for t in range(1, self.n_threads)]
+        others = [threading.Thread(target=self._work, args=(records_in_order, t)) for t in range(1, self.n_threads)]
         for thread in others:
             thread.start()
-        self._work(program, 0)
+        self._work(records_in_order, 0)
         for thread in others:
             thread.join()
 
-    def _work(self, program: np.ndarray, t: int) -> None:
+    def _work(self, records: np.ndarray, t: int) -> None:
         """Thread 0 returns after its run; the others when they find no further one."""
-        while walk.serve(program, program, t, self.n_threads, self.control.ctypes.data) != (1 if t == 0 else 0):
+        while walk.serve(records, records, t, self.n_threads, self.control.ctypes.data) != (1 if t == 0 else 0):
             pass
         self.control[walk.OWN + 8 * t + walk.OWN_PARKED] = 0
 
@@ -129,6 +129,45 @@ def matmul(
     return out
 
 
+def config(**fields: Any) -> ModelConfig:
+    """A configuration of one layer in which only what a test needs is said."""
+    small: dict[str, Any] = dict(
+        arch="llama", name="", layout="neuron-split", n_layer=1, n_embd=8, n_head=1, n_head_kv=1, head_dim=8,
+        n_vocab=8, n_ctx_train=8, n_ff=(8,), norm="rms", norm_eps=1e-6, activation="relu", gated=False,
+        thresholds=(0.0,), rope=None, window=(0,),
+    )  # fmt: skip
+    return ModelConfig(**(small | fields))
+
+
+def memory(at: int, rows: int, row_bytes: int, dtype: type = np.float32) -> np.ndarray:
+    """The memory at an address as an array [rows, row_bytes / itemsize]. Its owner must outlive it."""
+    raw = (ctypes.c_uint8 * (rows * row_bytes)).from_address(at)
+    return np.frombuffer(raw, dtype).reshape(rows, -1)
+
+
+def attention(
+    q: np.ndarray, caches: np.ndarray, *, pos: int, window: int, scale: float, n_threads: int, many_tokens: bool
+) -> np.ndarray:
+    """The ATTEND operator as the engine lowers it: q [n_tok, heads, head_dim], caches [2, kv heads, n_ctx, head_dim].
+
+    Returns the output buffer [n_tok + 1, >= heads * head_dim] with canaries around what is the operator's.
+    """
+    n_tok, heads, head_dim = q.shape
+    _, kv_heads, n_ctx, _ = caches.shape
+    c = config(n_head=heads, n_head_kv=kv_heads, head_dim=head_dim, window=(window,))
+    buffers = program.Buffers(c, n_threads, n_ctx, n_tok + 1, "f16" if caches.dtype == np.float16 else "f32")
+    ops = (plan.Op("attend", 0, ("q", "cache0"), ("att",), scale=scale),)
+    lowered = program.Lowering(plan.Plan(c, "dense", ops, ops), buffers, many_tokens).program(ops)
+    source, to = buffers.shared["q"], buffers.shared["att"]
+    memory(source.addr, n_tok, source.ld)[:, : heads * head_dim] = q.reshape(n_tok, -1)
+    for at, cache in zip(buffers.cache[0], caches, strict=True):
+        ctypes.memmove(at, np.ascontiguousarray(cache).ctypes.data, cache.nbytes)
+    out = memory(to.addr, n_tok + 1, to.ld)
+    out[:] = CANARY
+    Runner(n_threads).run(lowered, n_tok=n_tok, pos=pos, arena=buffers.arena, arena_size=buffers.arena_size)
+    return out.copy()
+
+
 @dataclass
 class FFN:
     """The matrices of one feed-forward network in the neuron-split layout, raw rows of n_embd columns.
@@ -161,11 +200,8 @@ class FFN:
         return weights.Matrix(name, raw, ggml_type, len(rows), cols, rows.strides[0], address(raw))
 
     def config(self) -> ModelConfig:
-        return ModelConfig(
-            arch="llama", name="", layout="neuron-split", n_layer=1, n_embd=self.n_embd, n_head=1, n_head_kv=1,
-            head_dim=8, n_vocab=8, n_ctx_train=8, n_ff=(self.n_ff,), norm="rms", norm_eps=1e-6,
-            activation=self.activation, gated=self.gated, thresholds=(self.threshold,), rope=None, window=(0,),
-        )  # fmt: skip
+        return config(n_embd=self.n_embd, n_ff=(self.n_ff,), activation=self.activation, gated=self.gated,
+                      thresholds=(self.threshold,))  # fmt: skip
 
     def operators(self) -> tuple[plan.Op, ...]:
         """Norm with weights of 1, FFN, reduction: x += scale * (FFN(norm(x)) + bias)."""
@@ -187,9 +223,7 @@ class FFN:
         at = buffers.shared["x"].addr
         ctypes.memmove(at, x.ctypes.data, x.nbytes)
         counts = np.zeros(n_threads, np.int64)
-        Runner(n_threads).run(
-            lowered, arena=buffers.arena, arena_size=buffers.arena_size, counts=address(counts)
-        )
+        Runner(n_threads).run(lowered, arena=buffers.arena, arena_size=buffers.arena_size, counts=address(counts))
         after = np.empty_like(x)
         ctypes.memmove(after.ctypes.data, at, x.nbytes)
         return after, counts

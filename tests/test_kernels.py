@@ -24,6 +24,7 @@ from one_op import (
     NAMES,
     Runner,
     address,
+    attention,
     canaries,
     cases,
     close,
@@ -408,50 +409,60 @@ def test_rope_turns_queries_and_fills_the_cache(
 
 
 @pytest.mark.parametrize("kv", [np.float16, np.float32])
-@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128])
-def test_attention_at_every_length(kv: type, head_dim: int, runner: Runner, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("head_dim", [2, 8, 16, 24, 64, 80, 100, 128])
+def test_attention_at_every_length(kv: type, head_dim: int, rng: np.random.Generator) -> None:
     for n_pos in range(1, 71):
-        check_attention(runner, rng, kv, head_dim, 4, 2, n_pos - 1, 1, 0)
+        check_attention(rng, kv, head_dim, 4, 2, n_pos - 1, 1, 0)
+
+
+@pytest.mark.parametrize("kv", [np.float16, np.float32])
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 100])
+def test_attention_of_blocks(kv: type, head_dim: int, rng: np.random.Generator) -> None:
+    for n_tok, pos in itertools.product((2, 5, 6, 7, 8, 9, 16, 17, 33, 70), (0, 1, 31)):
+        check_attention(rng, kv, head_dim, 4, 2, pos, n_tok, 0)
+
+
+def test_attention_over_many_positions(rng: np.random.Generator) -> None:
+    for pos, n_tok, window in ((2047, 1, 0), (2040, 9, 0), (2100, 20, 0), (4200, 17, 0), (2500, 20, 2100)):
+        check_attention(rng, np.float16, 16, 2, 1, pos, n_tok, window)
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize("window", [1, 2, 8, 16, 17, 31])
 def test_attention_window(window: int, n_threads: int, rng: np.random.Generator) -> None:
-    for pos, n_tok in ((0, 1), (0, 9), (7, 1), (8, 2), (15, 17), (39, 1)):
-        check_attention(Runner(n_threads), rng, np.float32, 24, 6, 3, pos, n_tok, window)
+    for pos, n_tok in ((0, 1), (0, 9), (7, 1), (8, 2), (15, 17), (39, 1), (3, 40)):
+        check_attention(rng, np.float32, 24, 6, 3, pos, n_tok, window, n_threads=n_threads)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (32, 4), (64, 8), (7, 7), (9, 3)])
 def test_attention_shares_keys_between_heads(heads: int, kv_heads: int, rng: np.random.Generator) -> None:
-    for n_threads in (1, 2, 7):
-        check_attention(Runner(n_threads), rng, np.float16, 16, heads, kv_heads, 5, 4, 0)
+    for n_threads, n_tok in itertools.product((1, 2, 7), (1, 4, 20)):
+        check_attention(rng, np.float16, 16, heads, kv_heads, 5, n_tok, 0, n_threads=n_threads)
 
 
 def check_attention(
-    runner: Runner, rng: np.random.Generator, kv: type, head_dim: int, heads: int, kv_heads: int, pos: int, n_tok: int,
-    window: int, size: float = 1.0,
+    rng: np.random.Generator, kv: type, head_dim: int, heads: int, kv_heads: int, pos: int, n_tok: int, window: int,
+    size: float = 1.0, n_threads: int = 1,
 ) -> None:  # fmt: skip
-    """The cache is NaN where no token is yet, so that reading there shows."""
+    """The cache is NaN where no token is yet and before the window, so that reading there shows."""
     n_ctx = pos + n_tok + 3
     caches = np.full((2, kv_heads, n_ctx, head_dim), np.nan, kv)
     caches[:, :, : pos + n_tok] = rng.standard_normal((2, kv_heads, pos + n_tok, head_dim)) * size
     if window:
         caches[:, :, : max(0, pos + 1 - window)] = np.nan
     q = (rng.standard_normal((n_tok, heads, head_dim)) * size).astype(np.float32)
-    out = canaries(n_tok + 2, heads * head_dim + 1)
-    op = record(
-        walk.ATTEND, rows=heads, cols=kv_heads, unit=head_dim, qt=formats.F16 if kv is np.float16 else formats.F32,
-        w3=caches[0], aux=caches[1], aux2=n_ctx, stride3=caches.strides[2], src=q, ld_src=q.strides[0],
-        dst=out[1:], ld_dst=out.strides[0], window=window, scale=head_dim**-0.5,
-    )  # fmt: skip
-    runner.run(op, n_tok=n_tok, pos=pos)
-    want = reference.attention(q, caches[0], caches[1], pos, window, head_dim**-0.5)
-    assert close(inside(out, heads * head_dim), want.reshape(n_tok, -1), 3 * size, 2e-6 * size)
+    want = reference.attention(q, caches[0], caches[1], pos, window, head_dim**-0.5).reshape(n_tok, -1)
+    for many_tokens in (False, True) if n_tok == 1 else (True,):
+        out = attention(q, caches, pos=pos, window=window, scale=head_dim**-0.5, n_threads=n_threads,
+                        many_tokens=many_tokens)  # fmt: skip
+        assert close(out[:-1, : want.shape[1]], want, 3 * size, 2e-6 * size)
+        assert (out[-1] == CANARY).all() and (out[:, -(-want.shape[1] // 16) * 16 :] == CANARY).all()
 
 
-def test_attention_with_large_scores(runner: Runner, rng: np.random.Generator) -> None:
+def test_attention_with_large_scores(rng: np.random.Generator) -> None:
     """Scores in the thousands: one position takes all, none overflows."""
-    check_attention(runner, rng, np.float32, 16, 2, 1, 40, 1, 0, size=30.0)
+    for n_tok in (1, 20):
+        check_attention(rng, np.float32, 16, 2, 1, 40, n_tok, 0, size=30.0)
 
 
 # ------------------------------------------------------------------ barrier
