@@ -160,7 +160,12 @@ def _summary(console: Console, args: argparse.Namespace, model: StockModel, targ
 
 
 def _say_notes(console: Console, report: Report) -> None:
-    for note in report.notes:
+    notes = list(report.notes)
+    if report.outlier_layers:
+        layers = ", ".join(map(str, sorted(report.outlier_layers)))
+        notes.append(f"auto: but F16 in layers {layers}, whose down matrices have outliers that make Q8_0 too coarse "
+                     "(--outtype q8_0: one type everywhere)")
+    for note in notes:
         console.print(escape(f"note: {safe_text(note)}"), soft_wrap=True)
 
 

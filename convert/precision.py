@@ -35,6 +35,7 @@ class Report:
 
     notes: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # tensors known to be without meaning for the computation
+    outlier_layers: list[int] = field(default_factory=list)  # kept in F16, see outtype.OUTLIER
     f16: dict[str, Loss] = field(default_factory=dict)  # tensor -> loss
     requantized: dict[str, list[float]] = field(default_factory=dict)  # tensor -> [sum of error^2, sum of value^2]
 

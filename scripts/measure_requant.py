@@ -20,8 +20,8 @@ import gguf
 import numpy as np
 
 from hotcold.convert.gguf_source import load_gguf
-from hotcold.convert.lazy import QType, to_float32
-from hotcold.convert.outtype import OUTTYPES, keeps_f32
+from hotcold.convert.lazy import QType, from_array, to_float32
+from hotcold.convert.outtype import OUTLIER, OUTTYPES, keeps_f32, outlier_ratio
 from hotcold.convert.precision import Report
 from hotcold.runtime import Tokenizer
 from hotcold.runtime.config import ModelConfig
@@ -54,14 +54,23 @@ def main() -> None:
           f"perplexity {perplexity(base, chunks):.3f}\n")
     print("| what is stored again | as | rel. error of down | KL mean | KL 99 % | same top token | perplexity |")
     print("|---|---|---|---|---|---|---|")
-    parts: dict[str, Callable[[str], bool]] = {
-        "down only": lambda n: "ffn_down" in n,
-        "up and down": lambda n: "ffn_down" in n or "ffn_up" in n,
-        "every matrix": lambda n: True,
-    }
+    outliers = {n.split(".")[1] for n, w in weights.items() if "ffn_down" in n
+                and outlier_ratio(from_array(n, w, QType.F32, w.shape, "")) > OUTLIER}
+    parts: dict[str, tuple[str, ...]] = {"down only": ("ffn_down",), "up and down": ("ffn_down", "ffn_up"),
+                                         "every matrix": ("",)}
     for what, chosen in parts.items():
-        for name in ("q4_0", "q8_0", "f16", "bf16"):
-            variant, error = stored_again(weights, OUTTYPES[name], chosen)
+        for name in ("q4_0", "q8_0", "auto", "f16", "bf16"):
+
+            def wanted(tensor: str, name: str = name, chosen: tuple[str, ...] = chosen) -> QType | None:
+                if not any(part in tensor for part in chosen):
+                    return None
+                if name == "auto":
+                    bundle = "ffn_down" in tensor or "ffn_up" in tensor
+                    return QType.F16 if bundle and tensor.split(".")[1] in outliers else QType.Q8_0
+                # as --outtype q4_0
+                return QType.Q8_0 if name == "q4_0" and not tensor.startswith("blk.") else OUTTYPES[name]
+
+            variant, error = stored_again(weights, wanted)
             logs = [log_softmax(forward(config, variant, c)) for c in chunks]
             kl = np.concatenate([(np.exp(b) * (b - v)).sum(1) for b, v in zip(base, logs, strict=True)])
             same = np.concatenate([b.argmax(1) == v.argmax(1) for b, v in zip(base, logs, strict=True)])
@@ -79,13 +88,15 @@ def stored(w: np.ndarray, qtype: QType) -> np.ndarray:
     return to_float32(raw.view(np.uint16) if qtype == QType.BF16 else raw, qtype)
 
 
-def stored_again(weights: Weights, qtype: QType, chosen: Callable[[str], bool]) -> tuple[Weights, float]:
-    """The chosen matrices stored as the neuron-split layout does: down turned, so its blocks run along the other axis."""
+def stored_again(weights: Weights, wanted_type: Callable[[str], QType | None]) -> tuple[Weights, float]:
+    """Matrices stored as the neuron-split layout does (down turned, so its blocks run along the other axis) in the
+    type that `wanted_type` gives for their names, or left alone. Returns them and the relative error of the down ones.
+    """
     result, error, square = dict(weights), 0.0, 0.0
     for name, w in weights.items():
-        if not is_matrix(name, w) or not chosen(name):
+        wanted = wanted_type(name) if is_matrix(name, w) else None
+        if wanted is None:
             continue
-        wanted = QType.Q8_0 if qtype == QType.Q4_0 and not name.startswith("blk.") else qtype  # as --outtype q4_0
         if "ffn_down" in name:
             result[name] = stored(np.ascontiguousarray(w.T), wanted).T
             error += float(np.sum((result[name] - w) ** 2, dtype=np.float64))

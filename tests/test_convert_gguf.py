@@ -142,7 +142,7 @@ def test_auto_keeps_native_types_and_requantizes_the_rest(
         if qtype == Q.Q8_0:
             np.testing.assert_array_equal(a.data("blk.0.ffn_up.weight"), b.data("blk.0.ffn_up_down.weight")[0::2])
         load_weights(b, ModelConfig.from_gguf(b))
-    assert "down columns become Q8_0" in err
+    assert "down columns are stored as Q8_0: turning" in err
     assert ("tensors become Q8_0" in err) == (not native)
 
 
@@ -165,6 +165,32 @@ def test_a_quantized_down_matrix_is_turned_and_quantized_again(
             square += float((down**2).sum())
     assert f"relative error {(error / square) ** 0.5:.5f} over 3 down matrices" in err
     assert "blk.0.ffn_up_down.weight, Q8_0 --> Q8_0, shape = {64, 2048}" in out
+
+
+def test_layers_with_outliers_stay_f16(
+    tiny_model: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One large weight would make its whole block coarse: that layer's bundle is F16, and the user is told."""
+
+    def change(metadata: Any, tensors: dict[str, tuple[np.ndarray, Q]]) -> None:
+        down, _ = tensors["blk.1.ffn_down.weight"]
+        down[7, 70] = 40 * down.std()
+        quantize_weights(Q.Q8_0)(metadata, tensors)
+
+    stock = tiny_model("llama", stock=True, intermediate_size=1024)
+    src = rewrite(stock, tmp_path / "s.gguf", change)
+    run_convert(src, "-o", tmp_path / "o.gguf")
+    err = " ".join(capsys.readouterr().err.split())
+    assert "but F16 in layers 1, whose down matrices have outliers" in err
+    assert "over 2 down matrices" in err
+    with open_gguf(src) as a, open_gguf(tmp_path / "o.gguf") as b:
+        types = [b.tensors[f"blk.{i}.ffn_up_down.weight"].ggml_type for i in range(3)]
+        assert types == [Q.Q8_0, Q.F16, Q.Q8_0]
+        down = dequantize(a.data("blk.1.ffn_down.weight"), Q.Q8_0).astype(np.float16)
+        np.testing.assert_array_equal(b.data("blk.1.ffn_up_down.weight")[1::2], down.T)
+    run_convert(src, "-o", tmp_path / "q.gguf", "--outtype", "q8_0")
+    with open_gguf(tmp_path / "q.gguf") as f:
+        assert f.tensors["blk.1.ffn_up_down.weight"].ggml_type == Q.Q8_0
 
 
 @pytest.mark.parametrize("outtype", ["q8_0", "q4_0"])
