@@ -9,6 +9,7 @@ run old code. The folder's name therefore carries a hash of all kernel sources, 
 from __future__ import annotations
 
 import hashlib
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,14 +48,35 @@ def compile_cached(functions: list[tuple[Any, tuple]], notify: Callable[[str], N
         for f, _ in pending:
             f.enable_caching()
     except (OSError, RuntimeError) as error:  # a folder that cannot be written
-        notify(f"compiled kernels cannot be kept in {folder} ({error}): compiling them at every start")
+        notify(_not_kept(folder, error))
         compiled = set()
     finally:
         config.CACHE_DIR = before
     new = any(f"walk.{f.py_func.__name__}" not in compiled for f, _ in pending)
     if new:
         notify("compiling the kernels for this CPU: once, about half a minute ...")
-    for f, signature in pending:
-        f.compile(signature)
+    lost = [error for f, signature in pending if (error := _compile(f, signature, folder, notify))]
+    if lost:
+        notify(_not_kept(folder, lost[0]))
     if new:
         notify("kernels compiled")
+
+
+def _compile(f: Any, signature: tuple, folder: Path, notify: Callable[[str], None]) -> OSError | None:
+    """Load or compile one function. A damaged cache costs time only; so does one that cannot be filled: its error."""
+    try:
+        f.compile(signature)
+    except (EOFError, pickle.UnpicklingError):  # files cut short, by a power failure for example
+        notify(f"compiled kernels in {folder} are damaged: compiling them again, about half a minute ...")
+        for path in folder.rglob("*.nb[ic]"):
+            path.unlink(missing_ok=True)
+        return _compile(f, signature, folder, notify)
+    except OSError as error:  # a full disk: compiled all the same
+        if signature not in f.overloads:
+            raise
+        return error
+    return None
+
+
+def _not_kept(folder: Path, error: Exception) -> str:
+    return f"compiled kernels cannot be kept in {folder} ({error}): compiling them at every start"
