@@ -32,6 +32,7 @@ def to_stock(model: StockModel, outtype: str, relu_as_silu: int | None, report: 
         value = scaled(t, factors[part]) if part in factors else t
         tensors.append(cast(value, qtype, report, measure=t.was is not None))
     metadata = model.metadata | _activation_metadata(model, relu_as_silu, report)
+    _warn_of_ignored_keys(model, report)
     target = Target(model.arch, metadata, tensors, model.activation)
     target.add_file_type()
     return target
@@ -53,6 +54,17 @@ def relu_factors(model: StockModel, k: int) -> dict[str, float]:
     up, down = 2.0 ** -(k // 2), 2.0 ** -(k - k // 2)
     return {schema.FFN_GATE: 2.0**k, schema.FFN_GATE_BIAS: 2.0**k, schema.FFN_UP: up, schema.FFN_UP_BIAS: up,
             schema.FFN_DOWN: down}
+
+
+def _warn_of_ignored_keys(model: StockModel, report: Report) -> None:
+    """Keys that hotcold reads for these architectures and llama.cpp (as of 2025) does not."""
+    window = model.metadata.get(f"{model.arch}.attention.sliding_window")
+    if window is not None and window.value:
+        report.note(f"warning: stock llama.cpp gives {model.arch} models full attention: its results differ after "
+                    f"{window.value} tokens, the sliding window")
+    betas = [k for k in ("yarn_beta_fast", "yarn_beta_slow") if f"{model.arch}.rope.scaling.{k}" in model.metadata]
+    if betas:
+        report.note(f"warning: stock llama.cpp ignores {' and '.join(betas)} of {model.arch} models: its results differ")
 
 
 def _activation_metadata(model: StockModel, k: int | None, report: Report) -> Metadata:
