@@ -18,22 +18,24 @@ from hotcold.runtime.errors import HotcoldError
 
 # Keys that do not change what a trained model computes: training, generation defaults (read elsewhere), bookkeeping.
 HARMLESS = frozenset("""
-    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled _name_or_path
-    add_cross_attention architectures attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop
-    auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dropout dtype early_stopping
-    embd_pdrop encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob id2label init_std
-    initializer_range is_decoder is_encoder_decoder is_llama_config label2id layerdrop length_penalty max_length
-    max_new_tokens min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled
+    _name_or_path activation_dropout add_cross_attention architectures attention_dropout
+    attention_probs_dropout_prob attn_implementation attn_pdrop auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id chunk_size_feed_forward classifier_dropout cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample dropout dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
+    hidden_dropout hidden_dropout_prob id2label init_std initializer_range is_decoder is_encoder_decoder
+    is_llama_config label2id layerdrop length_penalty max_length max_new_tokens max_sequence_length min_length
+    model_max_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
     output_attentions output_hidden_states output_past output_scores pad_token_id prefix pretraining_tp problem_type
-    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
-    torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed
-    unsloth_version use_bfloat16 use_cache
+    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+    tokenizer_model_max_length tokenizer_padding_side top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
 MISSING: Any = object()
 
+MISTRAL_WINDOW = 4096  # where config.json says nothing, as in transformers
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -239,9 +241,10 @@ def read_windows(reader: ConfigReader, n_layer: int, style: str) -> list[int]:
         reader.only("layer_types", (["full_attention"] * n_layer,), "this family has full attention only")
         return [0] * n_layer
     if style == "mistral":
-        window = reader.get("sliding_window")
         reader.only("layer_types", (["full_attention"] * n_layer, ["sliding_attention"] * n_layer), "mixed layers")
-        return [0 if window is None else reader.integer("sliding_window")] * n_layer
+        if "sliding_window" in reader.config and reader.get("sliding_window") is None:  # null: no window
+            return [0] * n_layer
+        return [reader.integer("sliding_window", MISTRAL_WINDOW)] * n_layer
     window = reader.get("sliding_window")
     use = reader.flag("use_sliding_window", False)
     first = reader.integer("max_window_layers", n_layer, low=0)

@@ -64,7 +64,8 @@ def _warn_of_ignored_keys(model: StockModel, report: Report) -> None:
                     f"{window.value} tokens, the sliding window")
     betas = [k for k in ("yarn_beta_fast", "yarn_beta_slow") if f"{model.arch}.rope.scaling.{k}" in model.metadata]
     if betas:
-        report.note(f"warning: stock llama.cpp ignores {' and '.join(betas)} of {model.arch} models: its results differ")
+        report.note(f"warning: stock llama.cpp ignores {' and '.join(betas)} of {model.arch} models: results "
+                    "differ")
 
 
 def _activation_metadata(model: StockModel, k: int | None, report: Report) -> Metadata:

@@ -30,7 +30,7 @@ MARGIN = 16 << 20  # bytes left free beside the file
 def write_target(target: Target, out: Path, progress: Callable[[str, int], None]) -> int:
     """Write `target` as `out` and return its size in bytes. `progress(tensor name, bytes)` after each slab.
 
-    Raises HotcoldError when there is not enough space, OSError for other failures of the file system.
+    Raises HotcoldError when there is not enough space or the file system fails otherwise.
     """
     folder = out.absolute().parent
     remove_leftovers(out)
@@ -43,7 +43,7 @@ def write_target(target: Target, out: Path, progress: Callable[[str, int], None]
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HotcoldError(f"{folder}: no space left while writing {out.name}: free some or choose another "
                                "folder with -o") from None
-        raise
+        raise HotcoldError(f"{out}: cannot be written: {e.strerror or e}") from None
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()

@@ -11,7 +11,7 @@ from hotcold.convert.hf_config import ConfigReader
 from hotcold.convert.model import StockModel
 from hotcold.convert.precision import Report
 
-TRAITS = Traits(arch="arcee", name="arcee", gated=False)
+TRAITS = Traits(arch="arcee", name="arcee", gated=False, default_eps=1e-5)
 
 
 def build_arcee(checkpoint: Checkpoint, reader: ConfigReader, report: Report) -> StockModel:

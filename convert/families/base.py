@@ -149,6 +149,7 @@ class Traits:
     qkv_bias: bool = False     # always there, whatever config.json says
     bias_keys: bool = True     # config.json has attention_bias and mlp_bias
     default_tie: bool = False  # tie_word_embeddings when config.json does not say
+    default_eps: float = 1e-6  # rms_norm_eps when config.json does not say
     windows: str = "none"      # hf_config.read_windows
     default_head_dim: int | None = None
 
@@ -170,7 +171,7 @@ def build_decoder(checkpoint: Checkpoint, reader: ConfigReader, report: Report, 
         f"{arch}.feed_forward_length": u32(shapes.n_ff),
         f"{arch}.attention.head_count": u32(shapes.n_head),
         f"{arch}.attention.head_count_kv": u32(shapes.n_head_kv),
-        f"{arch}.attention.layer_norm_rms_epsilon": f32(reader.number("rms_norm_eps", 1e-6)),
+        f"{arch}.attention.layer_norm_rms_epsilon": f32(reader.number("rms_norm_eps", traits.default_eps)),
         f"{arch}.attention.key_length": u32(shapes.head_dim),
         f"{arch}.attention.value_length": u32(shapes.head_dim),
         f"{arch}.vocab_size": u32(shapes.n_vocab),
