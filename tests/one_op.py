@@ -142,7 +142,7 @@ def config(**fields: Any) -> ModelConfig:
 def memory(at: int, rows: int, row_bytes: int, dtype: type = np.float32) -> np.ndarray:
     """The memory at an address as an array [rows, row_bytes / itemsize]. Its owner must outlive it."""
     raw = (ctypes.c_uint8 * (rows * row_bytes)).from_address(at)
-    return np.frombuffer(raw, dtype).reshape(rows, -1)
+    return np.ctypeslib.as_array(raw).view(dtype).reshape(rows, -1)
 
 
 def attention(

@@ -61,7 +61,7 @@ class Spec:
         return (self.n_ff,) * self.n_layer if isinstance(self.n_ff, int) else self.n_ff
 
 
-def all_of(kind: Type) -> dict[str, Type]:
+def all_of(kind: Type) -> dict[str, Any]:
     """Keyword arguments of a Spec whose matrices are all of one type."""
     return {"attn": kind, "key": kind, "value": kind, "embd": kind, "head": kind}
 
@@ -238,8 +238,8 @@ class Reference:
         if c.rope:
             cos, sin = (table[:, None] for table in rope_table(c.rope, len(h)))
             q, k = (reference.rotate(x, cos, sin, c.rope.interleaved) for x in (q, k))
-        cache_k, cache_v = (x.astype(self.kv).swapaxes(0, 1) for x in (k, v))
-        a = reference.attention(q, cache_k, cache_v, 0, window, c.head_dim**-0.5)
+        caches: list[np.ndarray] = [x.astype(self.kv).swapaxes(0, 1) for x in (k, v)]
+        a = reference.attention(q, caches[0], caches[1], 0, window, c.head_dim**-0.5)
         return self._product(p + "attn_output", a.reshape(len(h), -1))
 
     def _neurons(self, p: str, layer: int, h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

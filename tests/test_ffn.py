@@ -18,7 +18,7 @@ from hotcold.runtime.kernels import formats
 THREADS = (1, 2, 3, 7)
 SPARSE = [("relu", True), ("relu", False), ("fatrelu", True), ("fatrelu", False), ("drelu", True), ("relu2", True),
           ("relu2", False)]  # fmt: skip
-ALL_OFF, ALL_ON = np.float32(-1e4), np.float32(30)
+ALL_OFF, ALL_ON = -1e4, 30.0
 
 
 def make(
@@ -124,7 +124,7 @@ def test_exact_equals_dense_for_any_shape(data: st.DataObject) -> None:
     n_embd = data.draw(st.integers(1, 130)) if floats else 32 * data.draw(st.integers(1, 5))
     n_ff, n_threads = data.draw(st.integers(1, 300)), data.draw(st.sampled_from(THREADS))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
-    pattern = rng.choice([ALL_OFF, ALL_ON, 0], n_ff, p=data.draw(st.sampled_from([(0.9, 0.1, 0), (0, 0.5, 0.5)])))
+    pattern = rng.choice([ALL_OFF, ALL_ON, 0.0], n_ff, p=data.draw(st.sampled_from([(0.9, 0.1, 0), (0, 0.5, 0.5)])))
     ffn = make(rng, activation, gated, types, n_ff, n_embd, pattern, data.draw(st.booleans()))
     x = (rng.standard_normal(n_embd) * data.draw(st.sampled_from([0, 1e-6, 1, 1e5]))).astype(np.float32)
     check(ffn, x, n_threads, 2e-5 if floats else 5e-2)

@@ -10,6 +10,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -385,7 +386,7 @@ def test_rope_turns_queries_and_fills_the_cache(
         q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
         cos, sin = rng.standard_normal((2, n_ctx, max(1, n_dims // 2))).astype(np.float32)
         wq, wk = rng.standard_normal((2, head_dim)).astype(np.float32)
-        caches = np.full((2, kv_heads, n_ctx, head_dim), 9, kv)
+        caches: np.ndarray = np.full((2, kv_heads, n_ctx, head_dim), 9, kv)
         old = q.copy(), k.copy(), v.copy()
         op = record(
             walk.ROPE, rows=heads, cols=kv_heads, unit=head_dim, qt=formats.F16 if kv is np.float16 else formats.F32,
@@ -394,9 +395,9 @@ def test_rope_turns_queries_and_fills_the_cache(
             w=wq if normed else 0, w2=wk if normed else 0,
         )  # fmt: skip
         Runner(n_threads).run(op, n_tok=n_tok, pos=pos, cos=address(cos), sin=address(sin), rope_row=cos.strides[0])
-        angles = [a[pos : pos + n_tok, None, : n_dims // 2] for a in (cos, sin)]
+        turn_cos, turn_sin = (a[pos : pos + n_tok, None, : n_dims // 2] for a in (cos, sin))
         want_q, want_k = (
-            reference.rotate(reference.rms_norm(x[:-1], w, 1e-6) if normed else x[:-1], *angles, interleaved)
+            reference.rotate(reference.rms_norm(x[:-1], w, 1e-6) if normed else x[:-1], turn_cos, turn_sin, interleaved)
             for x, w in ((old[0], wq), (old[1], wk))
         )
         assert close(q[:-1], want_q, 4 + np.abs(want_q), 1e-6)
@@ -446,7 +447,7 @@ def check_attention(
 ) -> None:  # fmt: skip
     """The cache is NaN where no token is yet and before the window, so that reading there shows."""
     n_ctx = pos + n_tok + 3
-    caches = np.full((2, kv_heads, n_ctx, head_dim), np.nan, kv)
+    caches: np.ndarray = np.full((2, kv_heads, n_ctx, head_dim), np.nan, kv)
     caches[:, :, : pos + n_tok] = rng.standard_normal((2, kv_heads, pos + n_tok, head_dim)) * size
     if window:
         caches[:, :, : max(0, pos + 1 - window)] = np.nan
@@ -490,11 +491,11 @@ def until_abort(base, n_threads):
             return phase
 
 
-def run_threads(n_threads: int, body: object) -> list[int]:
+def run_threads(n_threads: int, body: Callable[[int], int]) -> list[int]:
     results = [-1] * n_threads
 
     def work(t: int) -> None:
-        results[t] = body(t)  # type: ignore[operator]
+        results[t] = body(t)
 
     threads = [threading.Thread(target=work, args=(t,)) for t in range(n_threads)]
     for thread in threads:
@@ -518,7 +519,8 @@ def test_abort_makes_all_threads_leave_at_the_same_barrier(n_threads: int) -> No
         words = np.zeros(64, np.int64)
         timer = threading.Timer(delay, words.__setitem__, (128 // 8, 1))
         timer.start()
-        phases = run_threads(n_threads, lambda t, words=words: until_abort(address(words), n_threads))  # type: ignore[misc]
+        base = address(words)
+        phases = run_threads(n_threads, lambda t, base=base: until_abort(base, n_threads))  # type: ignore[misc]
         timer.join()
         assert len(set(phases)) == 1 and phases[0] >= 1
 

@@ -55,9 +55,9 @@ def compile_cached(functions: list[tuple[Any, tuple]], notify: Callable[[str], N
     new = any(f"walk.{f.py_func.__name__}" not in compiled for f, _ in pending)
     if new:
         notify("compiling the kernels for this CPU: once, about half a minute ...")
-    lost = [error for f, signature in pending if (error := _compile(f, signature, folder, notify))]
-    if lost:
-        notify(_not_kept(folder, lost[0]))
+    lost = [_compile(f, signature, folder, notify) for f, signature in pending]
+    for failure in [failure for failure in lost if failure][:1]:
+        notify(_not_kept(folder, failure))
     if new:
         notify("kernels compiled")
 
