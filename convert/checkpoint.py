@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Checkpoint:
     folder: Path
     config: dict[str, Any]
     stored: dict[str, StoredTensor]
-    maps: dict[Path, np.ndarray] = field(default_factory=dict)  # uint8 [file size]
+    maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
     def tensor(self, name: str) -> LazyTensor:
         """The named tensor as a view; HotcoldError for a dtype that is not F64, F32, F16 or BF16."""
@@ -64,9 +65,15 @@ class Checkpoint:
             raise HotcoldError(f"{s.path.name}: tensor {name} has dtype {s.dtype}: supported are {', '.join(DTYPES)}")
         qtype, dtype = DTYPES[s.dtype]
         if s.path not in self.maps:
-            self.maps[s.path] = np.memmap(s.path, np.uint8, "r")
-        view = self.maps[s.path][s.begin:s.end].view(dtype).reshape(s.shape)
-        return from_array(name, view, qtype, s.shape, s.dtype)
+            with s.path.open("rb") as file:
+                self.maps[s.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        raw = np.frombuffer(self.maps[s.path], np.uint8, s.end - s.begin, s.begin)
+        return from_array(name, raw.view(dtype).reshape(s.shape), qtype, s.shape, s.dtype)
+
+    def release(self) -> None:
+        """Let the system take back the pages read so far; they are read again if needed."""
+        for pages in self.maps.values():
+            release_pages(pages)
 
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of the folder, or None when there is no such file."""
@@ -78,6 +85,12 @@ class Checkpoint:
         if not path.is_file():
             return None
         return _read_text(path)
+
+
+def release_pages(pages: mmap.mmap) -> None:
+    """Drop a file mapping's pages from this process's memory, where the system can."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 def open_checkpoint(folder: Path, report: Report) -> Checkpoint:

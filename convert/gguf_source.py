@@ -58,7 +58,7 @@ def load_gguf(f: GGUFFile, report: Report) -> StockModel:
     return StockModel(
         arch=arch, source="neuron-split GGUF" if split else "stock GGUF", metadata=_metadata(f, report),
         tensors=tensors, activation=activation, thresholds=_thresholds(f, n_layer), gated=gated,
-        n_layer=n_layer, n_ff=n_ff)
+        n_layer=n_layer, n_ff=n_ff, release=f.release_pages)
 
 
 def _refuse_unsupported(f: GGUFFile, arch: str) -> None:

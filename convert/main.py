@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if not out.absolute().parent.is_dir():
             raise HotcoldError(f"{out.absolute().parent}: no such folder")
         with _terminable(), _progress(console, target.n_bytes) as progress:
-            size = write_target(target, out, progress)
+            size = write_target(target, out, progress, model.release)
     _say_notes(console, report)
     _say_losses(console, report, args.verbose)
     console.print(f"wrote {escape(str(out))} ({size / 1e6:.1f} MB)")

@@ -6,6 +6,7 @@ Next: neuron_split.py or stock.py, which lay it out for the target.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,3 +68,4 @@ class StockModel:
     n_ff: list[int] = field(default_factory=list)  # [n_layer]
     auto_type: QType | None = None  # what `--outtype auto` means for matrices; None: their own type
     auto_reason: str = ""
+    release: Callable[[], None] = lambda: None  # gives back memory that reading tensors has mapped

@@ -16,7 +16,7 @@ from hotcold.convert.lazy import LazyTensor, QType, to_float32
 from hotcold.runtime.errors import HotcoldError
 
 F16_MAX = 65504.0
-F16_MIN_NORMAL = 2.0**-14
+F16_MAGNITUDE, F16_INFINITY, F16_MIN_NORMAL = np.uint16(0x7FFF), 0x7C00, 0x0400  # bits
 # The largest magnitude whose block scale still fits F16.
 BLOCK_MAX = {QType.Q8_0: 127 * F16_MAX, QType.Q4_0: 8 * F16_MAX}
 
@@ -92,16 +92,16 @@ def _to_f16(x: np.ndarray, t: LazyTensor, report: Report) -> np.ndarray:
         half = x.astype(np.float16)
     if t.qtype == QType.F16 or not x.size:
         return half
-    if not np.isfinite(half).all():
+    magnitude = half.view(np.uint16) & F16_MAGNITUDE  # as integers: half the bytes to look at
+    if magnitude.max() >= F16_INFINITY:  # or NaN
         _refuse(t, QType.F16)
-    small = np.abs(x) < F16_MIN_NORMAL
-    if small.any():
-        n_flushed = int(np.count_nonzero((half == 0) & (x != 0)))
-        n_subnormal = int(np.count_nonzero(small & (half != 0)))
-        if n_flushed or n_subnormal:
-            loss = report.f16.setdefault(t.name, Loss())
-            loss.flushed += n_flushed
-            loss.subnormal += n_subnormal
+    n_small = int(np.count_nonzero(magnitude < F16_MIN_NORMAL))
+    n_zero = int(np.count_nonzero(magnitude == 0))
+    n_flushed = n_zero - (x.size - int(np.count_nonzero(x))) if n_zero else 0
+    if n_flushed or n_small > n_zero:
+        loss = report.f16.setdefault(t.name, Loss())
+        loss.flushed += n_flushed
+        loss.subnormal += n_small - n_zero
     return half
 
 

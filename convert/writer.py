@@ -27,8 +27,10 @@ from hotcold.runtime.errors import HotcoldError
 MARGIN = 16 << 20  # bytes left free beside the file
 
 
-def write_target(target: Target, out: Path, progress: Callable[[str, int], None]) -> int:
-    """Write `target` as `out` and return its size in bytes. `progress(tensor name, bytes)` after each slab.
+def write_target(target: Target, out: Path, progress: Callable[[str, int], None], release: Callable[[], None]) -> int:
+    """Write `target` as `out` and return its size in bytes.
+
+    After each slab of rows, `progress(tensor name, bytes)` and `release()` (memory mapped by reading) are called.
 
     Raises HotcoldError when there is not enough space or the file system fails otherwise.
     """
@@ -37,7 +39,7 @@ def write_target(target: Target, out: Path, progress: Callable[[str, int], None]
     check_space(folder, target.n_bytes + metadata_bytes(target.metadata))
     temporary = folder / f".{out.name}.{os.getpid()}.part"
     try:
-        _write(target, temporary, progress)
+        _write(target, temporary, progress, release)
         os.replace(temporary, out)
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -81,7 +83,7 @@ def metadata_bytes(metadata: Metadata) -> int:
     return total
 
 
-def _write(target: Target, path: Path, progress: Callable[[str, int], None]) -> None:
+def _write(target: Target, path: Path, progress: Callable[[str, int], None], release: Callable[[], None]) -> None:
     writer = gguf.GGUFWriter(path, target.arch)
     for key, meta in target.metadata.items():
         writer.add_key_value(key, meta.value, meta.type, meta.sub_type)
@@ -97,14 +99,15 @@ def _write(target: Target, path: Path, progress: Callable[[str, int], None]) -> 
         file = writer.fout[0]
         writer.write_padding(file, file.tell())
         for t in target.tensors:
-            writer.write_padding(file, _write_tensor(file, t, progress))
+            writer.write_padding(file, _write_tensor(file, t, progress, release))
         file.flush()
         os.fsync(file.fileno())
     finally:
         writer.close()
 
 
-def _write_tensor(file: BinaryIO, t: LazyTensor, progress: Callable[[str, int], None]) -> int:
+def _write_tensor(file: BinaryIO, t: LazyTensor, progress: Callable[[str, int], None],
+                  release: Callable[[], None]) -> int:
     """Slab by slab: GGUFWriter's own method wants a whole tensor in memory. Returns the bytes written."""
     written = 0
     for a, b in t.slabs():
@@ -112,6 +115,7 @@ def _write_tensor(file: BinaryIO, t: LazyTensor, progress: Callable[[str, int], 
         file.write(raw.reshape(-1).view(np.uint8).data)
         written += raw.nbytes
         progress(t.name, raw.nbytes)
+        release()
     if written != t.n_bytes:
         raise HotcoldError(f"tensor {t.name}: {written} bytes made, {t.n_bytes} planned: please report this")
     return written

@@ -146,6 +146,11 @@ class GGUFFile:
             return raw.view(dtype).reshape(info.shape)
         return raw.reshape(*info.shape[:-1], -1)
 
+    def release_pages(self) -> None:
+        """Give the memory of pages read so far back to the system, where it can; they are read again when needed."""
+        if not self._buffer.closed and hasattr(mmap, "MADV_DONTNEED"):
+            self._buffer.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Give the mapping back. Views handed out stay valid: the last one to go unmaps the file."""
         self._bytes = None

@@ -35,6 +35,7 @@ def load_checkpoint(folder: Path, report: Report, vocab: bool = True, ignore_unk
                            f"{', '.join(sorted(REGISTRY))}")
     reader = ConfigReader(checkpoint.config)
     model = family.build(checkpoint, reader, report)
+    model.release = checkpoint.release
     reader.finish(str(name), ignore_unknown, report)
     if vocab:
         model.metadata |= vocabulary_metadata(checkpoint, model.tensors["token_embd.weight"].n_rows, report)
