@@ -497,11 +497,12 @@ def run_threads(n_threads: int, body: Callable[[int], int]) -> list[int]:
     def work(t: int) -> None:
         results[t] = body(t)
 
-    threads = [threading.Thread(target=work, args=(t,)) for t in range(n_threads)]
+    threads = [threading.Thread(target=work, args=(t,), daemon=True) for t in range(n_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive(), "a thread waits for ever"
     return results
 
 
