@@ -444,6 +444,13 @@ def test_context_that_does_not_fit_into_memory(model: Any) -> None:
         Engine.open(model(), n_ctx=1 << 40)
 
 
+def test_cpu_that_is_too_old(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without F16C the compiler would end the process."""
+    monkeypatch.setattr("hotcold.runtime.kernels.simd.MISSING", ["f16c"])
+    with pytest.raises(HotcoldError, match="this CPU lacks f16c"):
+        Engine.open(model())
+
+
 def test_files_that_are_no_models(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing.gguf"
     nothing.write_bytes(b"GGUF")
