@@ -56,10 +56,10 @@ def decode(ggml_type: int, raw: Array, cols: int) -> Array:
 def quantize(x: Array) -> tuple[Array, Array]:
     """Activations float32 [..., n] -> (q int8 [..., n/32, 32], d float32 [..., n/32]): x is about q * d.
 
-    A block whose largest value is below 4e-37, where 127 / largest overflows, becomes 0. NaN becomes 0 too.
+    A block whose largest value is below 4e-37, where 127 / largest overflows, becomes 0. One NaN makes d NaN.
     """
     blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, BLOCK)
-    top = np.nanmax(np.abs(blocks), axis=-1, initial=0)
+    top = np.max(np.abs(blocks), axis=-1, initial=0)
     with np.errstate(over="ignore", invalid="ignore"):
         inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
         q = np.rint(blocks * inverse[..., None])

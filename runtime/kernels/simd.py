@@ -12,6 +12,7 @@ product is one instruction, otherwise the same sum is spelled out in generic LLV
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,18 +62,19 @@ def emit(ret: types.Type, *arg_types: types.Type) -> Callable[[Callable[..., Any
     """Decorator: f(builder, *llvm_values) -> llvm_value becomes an intrinsic of fixed signature."""
 
     def decorate(f: Callable[..., Any]) -> Any:
-        def build() -> Any:
-            def codegen(context: Any, builder: ir.IRBuilder, sig: Any, values: Sequence[Any]) -> Any:
-                result = f(builder, *values)
-                return context.get_dummy_value() if ret is types.void else result
+        def codegen(context: Any, builder: ir.IRBuilder, sig: Any, values: Sequence[Any]) -> Any:
+            result = f(builder, *values)
+            return context.get_dummy_value() if ret is types.void else result
 
+        def typer(context: Any, *args: Any) -> Any:
             return ret(*arg_types), codegen
 
-        # Numba needs the exact number of arguments in the Python signature.
-        names = ", ".join(f"a{i}" for i in range(len(arg_types)))
-        scope: dict[str, Any] = {"build": build}
-        exec(f"def {f.__name__}(context{', ' + names if names else ''}): return build()", scope)  # noqa: S102
-        return intrinsic(scope[f.__name__])
+        # Numba reads the number of arguments from the signature.
+        names = ["context", *(f"a{i}" for i in range(len(arg_types)))]
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        typer.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        typer.__name__ = f.__name__
+        return intrinsic(typer)
 
     return decorate
 
@@ -262,18 +264,18 @@ def div_w(b, x, y):
 
 
 @emit(f32x16, f32x16, f32x16)
-def max_w(b, x, y):
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
+def max_w(b, x, y):  # a NaN in x stays
+    return b.select(b.fcmp_ordered("<", x, y), y, x)
 
 
 @emit(f32x16, f32x16, f32x16)
-def min_w(b, x, y):
-    return b.select(b.fcmp_ordered("<", x, y), x, y)
+def min_w(b, x, y):  # a NaN in x stays
+    return b.select(b.fcmp_ordered(">", x, y), y, x)
 
 
 @emit(f32x8, f32x8, f32x8)
-def vmax(b, x, y):
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
+def vmax(b, x, y):  # NaN if either is
+    return call(b, "llvm.maximum.v8f32", f32x8.ll, x, y)
 
 
 @emit(f32x8, f32x8)
@@ -283,7 +285,7 @@ def vabs(b, x):
 
 @emit(types.float32, f32x8)
 def hmax(b, v):
-    return call(b, "llvm.vector.reduce.fmax.v8f32", F32, v, fastmath=("nnan",))
+    return call(b, "llvm.vector.reduce.fmaximum.v8f32", F32, v)
 
 
 @emit(i32x16, f32x16)
