@@ -39,14 +39,12 @@ class Model:
     Calls may come from several Python threads; they take turns. `stats` describes the last generation.
     """
 
-    tokenizer: Tokenizer
     config: ModelConfig
     stats: GenerationStats
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, notify: Callable[[str], None] = _log.info) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, notify: Callable[[str], None] = _log.info) -> None:
         self._session: Session | None = Session(engine, tokenizer)
         self._notify = notify
-        self.tokenizer = tokenizer
         self.config = engine.config
         self.stats = GenerationStats()
 
@@ -72,11 +70,17 @@ class Model:
         """
         engine = Engine.open(path, sparsity=sparsity, threads=threads, n_ctx=n_ctx, kv_type=kv_type, notify=notify)
         try:
-            tokenizer = Tokenizer.from_gguf(engine.file)
+            vocabulary = engine.file.get("tokenizer.ggml.model", "no_vocab") != "no_vocab"
+            tokenizer = Tokenizer.from_gguf(engine.file) if vocabulary else None
         except BaseException:
             engine.close()
             raise
         return cls(engine, tokenizer, notify)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The file's vocabulary. Raises HotcoldError if it has none: then only logits() of token ids can be used."""
+        return self.session.tokenizer
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -174,6 +178,7 @@ class Model:
             raise HotcoldError(f"max_tokens must be a whole number or None, got {max_tokens!r}")
         StopFilter([stop] if isinstance(stop, str) else stop)  # complain now, not at the first piece
         self.stats = GenerationStats()
+        _ = self.tokenizer  # complain now, too, if there is none
         pieces = self.session.generate(
             tokens,
             Sampler(params),

@@ -68,11 +68,18 @@ class Session:
     has pushed out of the cache.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.engine = engine
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._cached: list[int] = []  # may run ahead of engine.n_past after an interruption: see _common
         self._turn = threading.Lock()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises HotcoldError if the file has no vocabulary."""
+        if self._tokenizer is None:
+            raise HotcoldError("the file has no vocabulary: only logits of token ids can be computed")
+        return self._tokenizer
 
     @property
     def n_cached(self) -> int:

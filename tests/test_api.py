@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from tiny import token_ids
 
 import hotcold.runtime
 from hotcold.runtime import ChatTemplate, HotcoldError, Model, Tokenizer
+from hotcold.runtime.cli import main
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
@@ -195,3 +197,18 @@ def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(HotcoldError):
         Model.open(path, **options)
+
+
+def test_a_file_without_vocabulary_gives_logits(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "checkpoint")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    out = tmp_path / "model.gguf"
+    assert main(["convert", str(folder), "-o", str(out), "--no-vocab"]) == 0
+    with Model.open(out) as model:
+        assert model.logits([1, 2, 3]).shape == (3, model.config.n_vocab)
+        with pytest.raises(HotcoldError, match="no vocabulary"):
+            _ = model.tokenizer
+        for prompt in ("text", [1, 2]):
+            with pytest.raises(HotcoldError, match="no vocabulary"):
+                model.generate(prompt)
