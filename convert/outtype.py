@@ -18,7 +18,6 @@ import numpy as np
 
 from hotcold.convert.lazy import FLOAT_TYPES, NATIVE_TYPES, LazyTensor, QType, to_float32
 from hotcold.convert.precision import Report
-from hotcold.runtime.errors import HotcoldError
 
 OUTTYPES = {"f32": QType.F32, "f16": QType.F16, "bf16": QType.BF16, "q8_0": QType.Q8_0, "q4_0": QType.Q4_0}
 EMBEDDINGS = ("token_embd.weight", "output.weight")
@@ -102,8 +101,3 @@ def fits(name: str, columns: int, wanted: QType, report: Report) -> QType:
     part = re.sub(r"^blk\.\d+\.", "", name)  # one note for all layers
     report.note(f"{part}: F16 instead of {wanted.name}, as rows of {columns} do not divide into blocks of {BLOCK}")
     return QType.F16
-
-
-def check_outtype(outtype: str) -> None:
-    if outtype != "auto" and outtype not in OUTTYPES:
-        raise HotcoldError(f"--outtype {outtype}: supported are {', '.join(OUTTYPES)}, auto")
