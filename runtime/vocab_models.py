@@ -99,7 +99,7 @@ class SPMModel:
             TokenType.UNUSED: kinds.UNUSED,
         }  # fmt: skip
         scores = vocabulary.scores if vocabulary.scores is not None else [0.0] * self._n_vocab
-        for i, (text, kind, score) in enumerate(zip(vocabulary.tokens, vocabulary.types, scores, strict=True)):
+        for i, (text, kind, score) in enumerate(zip(vocabulary.tokens, vocabulary.types.tolist(), scores, strict=True)):
             proto.pieces.add(piece=text, score=score, type=kind_of.get(kind, kinds.CONTROL))
             if i == unk_id:
                 proto.pieces[i].type = kinds.UNKNOWN
