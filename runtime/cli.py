@@ -94,9 +94,13 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from hotcold.runtime.inspect import print_file
+    from hotcold.runtime.inspect import file_lines, print_file
 
-    print_file(args.file, Console())
+    if sys.stdout.isatty():
+        print_file(args.file, Console())
+    else:
+        for line in file_lines(args.file):
+            print(line)
     return 0
 
 

@@ -1,12 +1,13 @@
 """`hotcold inspect FILE`: what a GGUF holds, as tables.
 
-In: a path. Out: tables on a rich console. Next: nothing; config.py is where the numbers are used.
+In: a path. Out: tables on a rich console, or plain lines for a pipe. Next: nothing; config.py is where the numbers go.
 
 Names and texts come from strangers: they are escaped and given to rich as plain text, never as markup.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections import defaultdict
@@ -26,6 +27,7 @@ from hotcold.runtime.weights import load_weights
 
 _SHOWN_ELEMENTS = 6
 _SHOWN_CHARACTERS = 160
+_UNLIMITED = 1 << 20  # columns: more than any line has
 
 
 def format_bytes(n: int) -> str:
@@ -153,3 +155,14 @@ def print_file(path: str | os.PathLike[str], console: Console) -> None:
         for table in tables:
             console.print(table)
             console.print()
+
+
+def file_lines(path: str | os.PathLike[str]) -> list[str]:
+    """What print_file shows, as unstyled lines that are never wrapped and have no spaces at their ends, for a pipe.
+
+    Raises GGUFError as print_file does.
+    """
+    console = Console(file=io.StringIO(), width=_UNLIMITED, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        print_file(path, console)
+    return [line.rstrip(" ") for line in capture.get().removesuffix("\n").split("\n")]

@@ -215,6 +215,7 @@ def test_a_prompt_file_that_is_missing_is_named(run: Run, model: Path) -> None:
 def test_inspect_prints_the_model(run: Run, model: Path) -> None:
     code, out, _ = run("inspect", model)
     assert code == 0 and "ffn_up_down" in out
+    assert "llama.attention.layer_norm_rms_epsilon  float32" in out, "no wrapping in a pipe"
 
 
 def test_a_reader_that_goes_away_ends_the_program_quietly(model: Path) -> None:

@@ -11,7 +11,7 @@ from hostile import ARRAY, STRING, U32, array
 from rich.console import Console
 
 from hotcold.runtime.errors import GGUFError
-from hotcold.runtime.inspect import format_bytes, print_file
+from hotcold.runtime.inspect import file_lines, format_bytes, print_file
 
 
 def shown(path: Path) -> str:
@@ -59,6 +59,18 @@ def test_strangers_text_is_neither_commands_nor_markup(tmp_path: Path) -> None:
         assert wanted in text
     for escape in ("\x1b]", "\x1b[2J", "\x1b[31m", "\x1b[7m", "\x1b[5m", "\x07", "\u202e"):
         assert escape not in text
+
+
+def test_lines_for_a_pipe_are_whole_whatever_the_terminal_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    b = hostile.model()
+    key, value = "llama.attention.layer_norm_rms_epsilon", "a value of many words " * 7
+    b.put("a.long." + "name." * 20, STRING, value.strip())
+    lines = file_lines(write(tmp_path, b))
+    assert [line.split() for line in lines if key in line] == [[key, "float32", "1e-05"]]
+    assert any("name." * 20 in line and line.endswith(value.strip()) for line in lines)
+    assert all(line == line.rstrip() and "\x1b" not in line for line in lines)
 
 
 def test_says_why_a_file_does_not_run(tmp_path: Path) -> None:
