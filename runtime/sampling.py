@@ -9,6 +9,7 @@ the distribution before the temperature is applied. Ties are broken by the lower
 from __future__ import annotations
 
 import math
+import numbers
 import secrets
 from collections import deque
 from collections.abc import Iterable
@@ -24,7 +25,10 @@ _FIRST_SORTED = 1024  # candidates sorted before top-p asks for the whole vocabu
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is drawn. Defaults are llama.cpp's. Raises HotcoldError for values outside the ranges."""
+    """How the next token is drawn. Defaults are llama.cpp's. Raises HotcoldError for values outside the ranges.
+
+    Numbers may be of any kind, NumPy's too; they are kept as Python's.
+    """
 
     temperature: float = 0.8  # <= 0: the most likely token
     top_k: int = 40  # <= 0: all
@@ -36,13 +40,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repeat_penalty"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise HotcoldError(f"sampling: {name} must be a finite number, got {value!r}")
+            object.__setattr__(self, name, _finite(name, getattr(self, name)))
         for name in ("top_k", "repeat_last_n", "seed"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise HotcoldError(f"sampling: {name} must be a whole number, got {value!r}")
+            object.__setattr__(self, name, int(value))
         if self.top_p <= 0:
             raise HotcoldError(f"sampling: top_p must be greater than 0, got {self.top_p}; 1 turns it off")
         if self.min_p > 1:
@@ -55,6 +58,16 @@ class SamplingParams:
             raise HotcoldError(f"sampling: repeat_last_n must be -1 or more, got {self.repeat_last_n}")
         if self.seed < -1:
             raise HotcoldError(f"sampling: seed must be -1 (random) or more, got {self.seed}")
+
+
+def _finite(name: str, value: object) -> float:
+    """Any kind of real number (NumPy's too) as a Python float, so that all of them compute alike."""
+    try:
+        if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        pass
+    raise HotcoldError(f"sampling: {name} must be a finite number, got {value!r}")
 
 
 class Sampler:

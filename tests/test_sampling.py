@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -164,12 +165,23 @@ def test_penalty_ignores_ids_outside_the_logits() -> None:
     [
         ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"), ("top_p", 0.0), ("top_p", -1.0),
         ("min_p", 1.5), ("repeat_penalty", 0.0), ("repeat_penalty", -1.0), ("repeat_last_n", -2), ("seed", -2),
-        ("top_k", 1.5), ("seed", True),
+        ("top_k", 1.5), ("seed", True), ("temperature", True), ("temperature", np.True_), ("top_p", np.float32("nan")),
+        ("temperature", 10**400), ("temperature", 1j), ("top_k", np.float32(4)), ("top_k", np.True_),
     ],
 )  # fmt: skip
 def test_params_outside_their_range_are_named(field: str, value: object) -> None:
     with pytest.raises(HotcoldError, match=field):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_numbers_of_any_kind_mean_the_same() -> None:
+    kinds = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(7), top_p=Fraction(1, 2), min_p=np.float16(0.25),  # type: ignore[arg-type]
+        repeat_penalty=np.int32(1), repeat_last_n=np.uint8(3), seed=np.uint64(2**63),  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert kinds == SamplingParams(0.5, 7, 0.5, 0.25, 1.0, 3, 2**63)
+    types = {type(value) for value in vars(kinds).values()}
+    assert types == {int, float}
 
 
 def test_logits_of_the_wrong_shape_are_refused() -> None:
