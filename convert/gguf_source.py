@@ -6,59 +6,52 @@ Next: neuron_split.py or stock.py.
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 from gguf import GGUFValueType
 
 from hotcold.convert.lazy import LazyTensor, QType, from_array, gathered, renamed, transposed
-from hotcold.convert.model import STOCK_ACTIVATION, Metadata, MetaValue, StockModel
+from hotcold.convert.model import Metadata, MetaValue, StockModel
 from hotcold.convert.precision import Report
 from hotcold.runtime import schema
+from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
 from hotcold.runtime.gguf_file import DEQUANTIZABLE_TYPES, GGUFFile, safe_text
+from hotcold.runtime.keys import Keys, show
+from hotcold.runtime.weights import expected_tensors
 
 # Written anew for the target, or about this file's own layout.
 OWN_KEYS = ("general.architecture", "general.alignment", "general.file_type", "general.quantization_version",
             "split.no", "split.count", "split.tensors.count")
-TOP_TENSORS = ("token_embd.weight", "position_embd.weight", "output_norm.weight", "output_norm.bias", "output.weight",
-               "rope_freqs.weight")
-BLOCK_TENSORS = (
-    "attn_norm.weight", "attn_norm.bias", "attn_q.weight", "attn_q.bias", "attn_k.weight", "attn_k.bias",
-    "attn_v.weight", "attn_v.bias", "attn_output.weight", "attn_output.bias", "attn_q_norm.weight",
-    "attn_k_norm.weight", "ffn_norm.weight", "ffn_norm.bias", "ffn_gate.weight", schema.FFN_GATE_BIAS, "ffn_up.weight",
-    "ffn_up.bias", "ffn_down.weight", "ffn_down.bias",
-)
-SPLIT_TENSORS = (schema.FFN_UP_DOWN, schema.FFN_DOWN_T, schema.FFN_NEURON_ID)
 HARMLESS_TENSORS = ("attn_rot_embd.weight",)  # frequencies that old converters stored beside freq_base
-MAX_LAYERS = 1024
+# Keys behind the architecture's name that change nothing here: bookkeeping, and what only counts beside another key
+# (config.py asks for those only where they count).
+HARMLESS_KEYS = (
+    "vocab_size", "tensor_data_layout", "expert_used_count", "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window_pattern", "rope.scale_linear",
+    "rope.scaling.finetuned", "rope.scaling.yarn_attn_factor",
+)
 
 
-def load_gguf(f: GGUFFile, report: Report) -> StockModel:
-    """Describe a GGUF as a stock model. Raises HotcoldError for what hotcold cannot compute, naming it."""
+def load_gguf(f: GGUFFile, report: Report, ignore_unknown: bool = False) -> StockModel:
+    """Describe a GGUF as a stock model. Raises HotcoldError for what hotcold cannot compute, naming it.
+
+    `ignore_unknown`: keys of the architecture that nobody understands are listed in `report` instead of refused.
+    """
     arch = f.get("general.architecture")
     if not isinstance(arch, str):
         raise GGUFError(f"{f.path}: general.architecture is missing: not a model file")
     _refuse_unsupported(f, arch)
-    n_layer = f.get(f"{arch}.block_count")
-    if not isinstance(n_layer, int) or not 1 <= n_layer <= MAX_LAYERS:
-        raise GGUFError(f"{f.path}: {arch}.block_count is {safe_text(str(n_layer))}: allowed: 1 to {MAX_LAYERS}")
-    split = schema.KEY_VERSION in f.metadata
-    tensors = _named_tensors(f, n_layer, split, report)
-    gated = schema.block(0, schema.FFN_GATE) in tensors
+    keys = Keys(f)
+    config = ModelConfig.from_keys(keys)
+    _refuse_unknown_keys(keys, ignore_unknown, report)
+    split = config.layout == "neuron-split"
+    tensors = _named_tensors(f, config, report)
     if split:
-        tensors = _unsplit(f, tensors, n_layer, gated)
-    n_ff = []
-    for layer in range(n_layer):
-        n_ff.append(_check_ffn(f, tensors, layer, gated))
-    activation = f.get(schema.KEY_ACTIVATION, STOCK_ACTIVATION[arch])
-    if activation not in schema.ACTIVATIONS:
-        raise GGUFError(f"{f.path}: {schema.KEY_ACTIVATION} is {safe_text(str(activation))}: "
-                        f"allowed: {', '.join(schema.ACTIVATIONS)}")
+        tensors = _unsplit(f, tensors, config.n_layer, config.gated)
     return StockModel(
         arch=arch, source="neuron-split GGUF" if split else "stock GGUF", metadata=_metadata(f, report),
-        tensors=tensors, activation=activation, thresholds=_thresholds(f, n_layer), gated=gated,
-        n_layer=n_layer, n_ff=n_ff, release=f.release_pages)
+        tensors=tensors, activation=config.activation, thresholds=list(config.thresholds), gated=config.gated,
+        n_layer=config.n_layer, n_ff=list(config.n_ff), release=f.release_pages)
 
 
 def _refuse_unsupported(f: GGUFFile, arch: str) -> None:
@@ -83,32 +76,48 @@ def _refuse_unsupported(f: GGUFFile, arch: str) -> None:
                            "Llama 3's rope_freqs.weight")
 
 
-def _named_tensors(f: GGUFFile, n_layer: int, split: bool, report: Report) -> dict[str, LazyTensor]:
-    """All tensors, every name known."""
-    allowed = BLOCK_TENSORS + (SPLIT_TENSORS if split else ())
+def _refuse_unknown_keys(keys: Keys, ignore_unknown: bool, report: Report) -> None:
+    """Every key of the architecture is understood by config.py, known to change nothing, or an error."""
+    prefix = f"{keys.arch}."
+    unknown = [k for k in keys.file.metadata
+               if k.startswith(prefix) and k not in keys.used and k.removeprefix(prefix) not in HARMLESS_KEYS]
+    if not unknown:
+        return
+    shown = ", ".join(f"{safe_text(k, 80)} = {show(keys.file.metadata[k])}" for k in unknown[:8])
+    if ignore_unknown:
+        report.note(f"ignored keys not known for {keys.arch}: {shown}")
+        return
+    raise GGUFError(f"{safe_text(str(keys.file.path))}: keys not known for {keys.arch}, which may change the "
+                    f"computation: {shown}: if these do not matter, --ignore-unknown-keys lists them instead of "
+                    "refusing")
+
+
+def _named_tensors(f: GGUFFile, config: ModelConfig, report: Report) -> dict[str, LazyTensor]:
+    """All tensors, every name and shape as the runtime expects it."""
+    expected = expected_tensors(config)
     tensors: dict[str, LazyTensor] = {}
     unknown = []
     for name, info in f.tensors.items():
-        match = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)", name)
-        known = name in TOP_TENSORS or (match and int(match[1]) < n_layer and match[2] in allowed)
-        if not known:
-            if match and match[2] in HARMLESS_TENSORS:
+        if name not in expected:
+            if name.startswith("blk.") and name.split(".", 2)[-1] in HARMLESS_TENSORS:
                 report.dropped.append(name)
             else:
                 unknown.append(safe_text(name))
             continue
+        shape, _ = expected[name]
+        if info.shape != shape:
+            raise HotcoldError(f"{f.path}: tensor {name} has shape {list(info.shape)}, expected {list(shape)}")
         if info.ggml_type not in (*DEQUANTIZABLE_TYPES, QType.F64) and not name.endswith(schema.FFN_NEURON_ID):
             raise HotcoldError(f"{f.path}: tensor {name} has type {info.ggml_type.name}: readable are "
                                f"{', '.join(t.name for t in DEQUANTIZABLE_TYPES)}")
-        if len(info.shape) > 2:
-            raise HotcoldError(f"{f.path}: tensor {name} has {len(info.shape)} dimensions: allowed are 1 and 2")
         tensors[name] = from_array(name, f.data(name), QType(info.ggml_type), tuple(info.shape), "")
     if unknown:
+        known = ", ".join(n.split(".", 2)[2] for n in expected if n.startswith("blk.0."))
         raise HotcoldError(f"{f.path}: {len(unknown)} tensors that hotcold does not know: {', '.join(unknown[:5])}: "
-                           f"known in a block are {', '.join(allowed)}")
-    for name in ("token_embd.weight", "output_norm.weight"):
-        if name not in tensors:
-            raise HotcoldError(f"{f.path}: tensor {name} is missing")
+                           f"known in a block are {known}")
+    for name, (shape, required) in expected.items():
+        if required and name not in tensors:
+            raise HotcoldError(f"{f.path}: tensor {name} {list(shape)} is missing: the file is incomplete")
     return tensors
 
 
@@ -118,8 +127,8 @@ def _unsplit(f: GGUFFile, tensors: dict[str, LazyTensor], n_layer: int, gated: b
     inverse: dict[int, np.ndarray] = {}  # layer -> source position -> stored position
     for layer in range(n_layer):
         name = schema.block(layer, schema.FFN_NEURON_ID)
-        ids = tensors[name].read(0, tensors[name].n_rows) if name in tensors else None
-        if ids is None or ids.dtype != np.int32 or not np.array_equal(np.sort(ids), np.arange(len(ids))):
+        ids = tensors[name].read(0, tensors[name].n_rows)
+        if ids.dtype != np.int32 or not np.array_equal(np.sort(ids), np.arange(len(ids))):
             raise GGUFError(f"{f.path}: tensor {name}: must be int32 and hold every neuron once")
         inverse[layer] = np.argsort(ids)
     pairs = schema.FFN_UP_DOWN if gated else schema.FFN_DOWN_T
@@ -129,10 +138,6 @@ def _unsplit(f: GGUFFile, tensors: dict[str, LazyTensor], n_layer: int, gated: b
             continue
         _, number, part = name.split(".", 2)
         order = inverse[int(number)]
-        if part in (schema.FFN_GATE, schema.FFN_GATE_BIAS, schema.FFN_UP, schema.FFN_UP_BIAS, *SPLIT_TENSORS):
-            rows = 2 * len(order) if part == schema.FFN_UP_DOWN else len(order)
-            if t.n_rows != rows:
-                raise GGUFError(f"{f.path}: tensor {name} has {t.n_rows} rows, expected {rows}")
         if part == schema.FFN_NEURON_ID:
             continue
         if part == pairs:
@@ -153,35 +158,6 @@ def _unsplit(f: GGUFFile, tensors: dict[str, LazyTensor], n_layer: int, gated: b
         else:
             result[name] = t
     return result
-
-
-def _check_ffn(f: GGUFFile, tensors: dict[str, LazyTensor], layer: int, gated: bool) -> int:
-    """Shapes of one layer's FFN agree; returns its number of neurons."""
-    names = [schema.FFN_UP, schema.FFN_DOWN, *([schema.FFN_GATE] if gated else [])]
-    for part in names:
-        if schema.block(layer, part) not in tensors:
-            raise HotcoldError(f"{f.path}: tensor {schema.block(layer, part)} is missing")
-    up = tensors[schema.block(layer, schema.FFN_UP)].shape
-    if len(up) != 2:
-        raise HotcoldError(f"{f.path}: tensor {schema.block(layer, schema.FFN_UP)} is not a matrix")
-    wanted = {schema.FFN_DOWN: up[::-1], schema.FFN_GATE: up, schema.FFN_UP_BIAS: up[:1], schema.FFN_GATE_BIAS: up[:1],
-              schema.FFN_DOWN_BIAS: up[1:]}
-    for part, shape in wanted.items():
-        t = tensors.get(schema.block(layer, part))
-        if t is not None and t.shape != shape:
-            raise HotcoldError(f"{f.path}: tensor {t.name} has shape {list(t.shape)}, {schema.block(layer, 'ffn_up')} "
-                               f"asks for {list(shape)}")
-    return up[0]
-
-
-def _thresholds(f: GGUFFile, n_layer: int) -> list[float]:
-    values = f.get(schema.KEY_THRESHOLD)
-    if values is None:
-        return [0.0] * n_layer
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape != (n_layer,) or not np.isfinite(array).all():
-        raise GGUFError(f"{f.path}: {schema.KEY_THRESHOLD} must hold {n_layer} finite numbers")
-    return [float(v) for v in array]
 
 
 def _metadata(f: GGUFFile, report: Report) -> Metadata:

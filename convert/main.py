@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-vocab", action="store_true",
                         help="Hugging Face folder without tokenizer files: only token ids can be used then")
     parser.add_argument("--ignore-unknown-keys", action="store_true",
-                        help="keys of config.json that hotcold does not know: list them instead of refusing")
+                        help="model keys of config.json or the GGUF that hotcold does not know: list them instead of "
+                             "refusing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,7 +100,7 @@ def _opened(args: argparse.Namespace, report: Report) -> Iterator[StockModel]:
         raise HotcoldError(f"{src}: no such file or folder")
     file: GGUFFile = open_gguf(src)
     with file:
-        yield load_gguf(file, report)
+        yield load_gguf(file, report, args.ignore_unknown_keys)
 
 
 def _plan(args: argparse.Namespace, model: StockModel, report: Report) -> Target:

@@ -1,7 +1,8 @@
 """Target -> file, so that a file under the final name is always complete.
 
 In: Target. Out: a GGUF. Written under a temporary name in the same folder, synced, renamed; on any error the
-temporary file goes, and what a killed run left behind goes with the next run. Next: runtime/gguf_file.py reads it.
+temporary file goes, and what a killed run left behind goes with the next run. The runtime's own readers check the file
+before it gets its name. Next: runtime/gguf_file.py reads it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ import psutil
 from hotcold.convert.lazy import LazyTensor
 from hotcold.convert.model import Metadata
 from hotcold.convert.target import Target
+from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.tokenizer import Tokenizer
+from hotcold.runtime.vocab import P
+from hotcold.runtime.weights import load_weights
 
 MARGIN = 16 << 20  # bytes left free beside the file
+TOKENS = P + "tokens"
 
 
 def write_target(target: Target, out: Path, progress: Callable[[str, int], None], release: Callable[[], None]) -> int:
@@ -39,7 +46,8 @@ def write_target(target: Target, out: Path, progress: Callable[[str, int], None]
     check_space(folder, target.n_bytes + metadata_bytes(target.metadata))
     temporary = folder / f".{out.name}.{os.getpid()}.part"
     try:
-        _write(target, temporary, progress, release)
+        _write(target, temporary, out, progress, release)
+        _check(temporary, out, weights=True)
         os.replace(temporary, out)
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -83,7 +91,21 @@ def metadata_bytes(metadata: Metadata) -> int:
     return total
 
 
-def _write(target: Target, path: Path, progress: Callable[[str, int], None], release: Callable[[], None]) -> None:
+def _check(path: Path, out: Path, weights: bool) -> None:
+    """Raise HotcoldError unless the runtime opens `path`. Without `weights`, tensor data need not be there yet."""
+    try:
+        with open_gguf(path) as file:
+            config = ModelConfig.from_gguf(file)
+            if weights:
+                load_weights(file, config)
+            elif TOKENS in file.metadata:
+                Tokenizer.from_gguf(file)
+    except HotcoldError as e:
+        raise HotcoldError(f"the result could not be run: {str(e).replace(str(path), str(out))}") from None
+
+
+def _write(target: Target, path: Path, out: Path, progress: Callable[[str, int], None],
+           release: Callable[[], None]) -> None:
     writer = gguf.GGUFWriter(path, target.arch)
     for key, meta in target.metadata.items():
         writer.add_key_value(key, meta.value, meta.type, meta.sub_type)
@@ -98,6 +120,10 @@ def _write(target: Target, path: Path, progress: Callable[[str, int], None], rel
             raise HotcoldError(f"{path}: the gguf package did not open the file")
         file = writer.fout[0]
         writer.write_padding(file, file.tell())
+        # At full size the header can be checked before hours of data are written.
+        file.flush()
+        file.truncate(file.tell() + target.n_bytes)
+        _check(path, out, weights=False)
         for t in target.tensors:
             writer.write_padding(file, _write_tensor(file, t, progress, release))
         file.flush()

@@ -106,7 +106,11 @@ class ModelConfig:
 
         Raises GGUFError naming file, key, what was found and what is allowed.
         """
-        keys = Keys(f)
+        return cls.from_keys(Keys(f))
+
+    @classmethod
+    def from_keys(cls, keys: Keys) -> ModelConfig:
+        """The same; afterwards `keys.used` tells which keys were looked at."""
         _check_supported(keys)
         n_layer = _layers(keys)
         n_embd = keys.integer("embedding_length", 1, _MAX_WIDTH)
@@ -120,7 +124,7 @@ class ModelConfig:
         attn_scale = keys.real("attention.scale", 0.0, 1e4, default=0.0)
         return cls(
             arch=keys.arch,
-            name=safe_text(keys.text("general.name", default=f.path.stem)),
+            name=safe_text(keys.text("general.name", default=keys.file.path.stem)),
             layout=layout,
             n_layer=n_layer,
             n_embd=n_embd,

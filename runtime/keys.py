@@ -28,10 +28,14 @@ def _bound(value: float) -> str:
 
 
 class Keys:
-    """Typed, bounded reading of metadata. Short keys get the architecture in front of them."""
+    """Typed, bounded reading of metadata. Short keys get the architecture in front of them.
+
+    `used`: full names of all keys asked for, so that a converter can tell which ones nobody understood.
+    """
 
     def __init__(self, f: GGUFFile) -> None:
         self.file = f
+        self.used: set[str] = set()
         self.arch = ""
         arch = self.text("general.architecture")
         if arch not in schema.ARCHITECTURES:
@@ -47,11 +51,13 @@ class Keys:
         return key if own else f"{self.arch}.{key}"
 
     def has(self, key: str) -> bool:
+        self.used.add(self.full(key))
         return self.full(key) in self.file.metadata
 
     def raw(self, key: str, allowed: str = "a value") -> Any:
         """The value as it is; GGUFError when the key is absent."""
         key = self.full(key)
+        self.used.add(key)
         if key not in self.file.metadata:
             raise self.error(f"key '{key}'", "nothing", allowed)
         return self.file.metadata[key]

@@ -333,17 +333,24 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "rope": (set_key("llama.rope.scaling.type", "longrope"), "rope scaling 'longrope': supported are none, linear"),
     "rope-factors": (add_tensor("blk.0.rope_factors_long.weight"), "rope scaling"),
     "unknown-tensor": (add_tensor("blk.0.attn_sinks.weight"), "does not know: blk.0.attn_sinks.weight"),
-    "layer-beyond": (add_tensor("blk.3.ffn_norm.weight"), "does not know: blk.3.ffn_norm.weight"),
-    "missing-up": (drop_tensor("blk.1.ffn_up.weight"), "tensor blk.1.ffn_up.weight is missing"),
-    "missing-gate": (drop_tensor("blk.1.ffn_gate.weight"), "tensor blk.1.ffn_gate.weight is missing"),
-    "missing-embedding": (drop_tensor("token_embd.weight"), "tensor token_embd.weight is missing"),
-    "down-shape": (add_tensor("blk.1.ffn_down.weight", (64, 175)), r"shape \[64, 175\], .* asks for \[64, 176\]"),
+    "layer-beyond": (add_tensor("blk.3.ffn_norm.weight"), "found 3, allowed: the 4 layers"),
+    "missing-up": (drop_tensor("blk.1.ffn_up.weight"), r"tensor blk.1.ffn_up.weight \[176, 64\] is missing"),
+    "missing-gate": (drop_tensor("blk.1.ffn_gate.weight"), "ffn_gate tensors: found in 2 of 3 layers"),
+    "missing-embedding": (drop_tensor("token_embd.weight"), "tensor 'token_embd.weight': found nothing"),
+    "down-shape": (add_tensor("blk.1.ffn_down.weight", (64, 175)), r"shape \[64, 175\], expected \[64, 176\]"),
     "bias-shape": (add_tensor("blk.1.ffn_up.bias", (175,)), r"shape \[175\]"),
-    "activation": (set_key("hotcold.ffn.activation", "xielu"), "xielu: allowed: relu, relu2"),
+    "activation": (set_key("hotcold.ffn.activation", "xielu"), "found 'xielu', allowed: relu, relu2"),
     "version": (set_key("hotcold.version", 2), "hotcold.version is 2, this program knows 1"),
-    "layers": (set_key("llama.block_count", 0), "block_count is 0"),
-    "layers-many": (set_key("llama.block_count", 10**9), "block_count is 1000000000"),
-    "thresholds": (set_key("hotcold.ffn.threshold", [0.5]), "must hold 3 finite numbers"),
+    "layers": (set_key("llama.block_count", 0), "block_count': found 0"),
+    "layers-many": (set_key("llama.block_count", 10**9), "block_count': found 1000000000"),
+    "thresholds": (set_key("hotcold.ffn.threshold", [0.5]), "found an array of 1, allowed: 3 numbers"),
+    "softcapping": (set_key("llama.attn_logit_softcapping", 30.0), "attn_logit_softcapping': found 30.0, allowed: 0.0"),
+    "residual-scale": (set_key("llama.residual_scale", 0.5), "residual_scale': found 0.5, allowed: 1"),
+    "eps": (set_key("llama.attention.layer_norm_rms_epsilon", 9.0), "epsilon': found 9.0, allowed"),
+    "norm-shape": (add_tensor("blk.1.attn_norm.weight", (63,)), r"shape \[63\], expected \[64\]"),
+    "unknown-key": (set_key("llama.foo.bar", 7), r"llama.foo.bar = 7: .*--ignore-unknown-keys lists"),
+    "unknown-text": (set_key("llama.hidden_act", "gelu"), "llama.hidden_act = 'gelu'"),
+    "tokens": (set_key("tokenizer.ggml.tokens", [f"t{i}" for i in range(9)]), "the result could not be run: .*o.gguf"),
 }
 
 
@@ -353,6 +360,35 @@ def test_what_is_not_supported_is_refused_by_name(case: str, tiny_model: Get, tm
     src = rewrite(tiny_model("llama", stock=True), tmp_path / "s.gguf", change)
     error = convert_error(src, "-o", tmp_path / "o.gguf")
     assert re.search(text, error), error
+
+
+def test_unknown_keys_can_be_listed(tiny_model: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    src = rewrite(tiny_model("llama", stock=True), tmp_path / "s.gguf", set_key("llama.foo.bar", 7))
+    run_convert(src, "-o", tmp_path / "o.gguf", "--ignore-unknown-keys")
+    assert "ignored keys not known for llama: llama.foo.bar = 7" in " ".join(capsys.readouterr().err.split())
+
+
+def test_harmless_keys_pass(tiny_model: Get, tmp_path: Path) -> None:
+    def change(metadata: dict[str, Any], tensors: Any) -> None:
+        metadata.update({f"llama.{key}": 1 for key in ("vocab_size", "expert_used_count")})
+        metadata["llama.tensor_data_layout"] = "Meta AI original pth"
+
+    run_convert(rewrite(tiny_model("llama", stock=True), tmp_path / "s.gguf", change), "-o", tmp_path / "o.gguf")
+
+
+@pytest.mark.parametrize("stage", [True, False])
+def test_a_result_that_does_not_open_is_not_kept(
+    stage: bool, tiny_model: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At either check, before the data and after it."""
+
+    def refuse(*args: Any) -> None:
+        raise HotcoldError(f"{next(tmp_path.glob('.o.gguf.*'))}: broken")
+
+    monkeypatch.setattr(f"hotcold.convert.writer.{'load_weights' if stage else 'Tokenizer.from_gguf'}", refuse)
+    error = convert_error(tiny_model("llama", stock=True), "-o", tmp_path / "o.gguf")
+    assert error == f"the result could not be run: {tmp_path / 'o.gguf'}: broken"
+    assert not list(tmp_path.iterdir())
 
 
 def test_rotation_frequencies_of_old_files_are_listed(
