@@ -24,10 +24,12 @@ from hotcold.runtime.chat import ChatTemplate
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.generate import GenerationStats, Session, StopFilter
-from hotcold.runtime.sampling import Sampler, SamplingParams
+from hotcold.runtime.sampling import Sampler, SamplingOptions, SamplingParams
 from hotcold.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing's own from Python 3.11 on
+
     from hotcold.runtime.config import ModelConfig
 
 _log = logging.getLogger("hotcold")
@@ -111,27 +113,23 @@ class Model:
         self,
         prompt: str | Sequence[int] | npt.NDArray[np.integer],
         max_tokens: int | None = None,
-        temperature: float = 0.8,
-        top_k: int = 40,
-        top_p: float = 0.95,
-        min_p: float = 0.05,
-        repeat_penalty: float = 1.0,
-        repeat_last_n: int = 64,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
         *,
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         parse_special: bool = False,
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
         """Continue a text; yields pieces of whole characters as they become certain.
 
         A prompt given as text is encoded with the model's own beginning-of-sequence token, and special tokens in it
-        are plain text unless parse_special. Token ids are taken as they are. seed None: random. Other arguments as in
-        SamplingParams and Session.generate. Raises HotcoldError at once for arguments out of range, and when iterated
-        for a prompt that does not fit the context.
+        are plain text unless parse_special. Token ids are taken as they are. The text ends before the first of the
+        `stop` strings, after max_tokens (None: no limit), when the context is full, or, unless ignore_eos, where the
+        model ends it. sampling: temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n and seed, with the
+        meaning and the defaults of SamplingParams. Raises HotcoldError at once for arguments out of range, and when
+        iterated for a prompt that does not fit the context.
         """
         _ = self.session  # closed?
-        params = _params(temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
+        params = SamplingParams(**sampling)
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
         else:
@@ -142,21 +140,16 @@ class Model:
         self,
         messages: Sequence[Mapping[str, str]],
         max_tokens: int | None = None,
-        temperature: float = 0.8,
-        top_k: int = 40,
-        top_p: float = 0.95,
-        min_p: float = 0.05,
-        repeat_penalty: float = 1.0,
-        repeat_last_n: int = 64,
-        seed: int | None = None,
+        *,
         stop: str | Sequence[str] = (),
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
         """The assistant's next message, in pieces. messages: [{"role": "user", "content": "..."}, ...].
 
         The model's chat template is applied; text in messages never becomes a special token. Only the part that is
-        new since the last call is evaluated.
+        new since the last call is evaluated. Other arguments and errors as in generate.
         """
-        params = _params(temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
+        params = SamplingParams(**sampling)
         return self._generate(self.encode_chat(messages), params, max_tokens, stop, continues=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -213,12 +206,6 @@ class Model:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _params(
-    temperature: float, top_k: int, top_p: float, min_p: float, repeat_penalty: float, last_n: int, seed: int | None
-) -> SamplingParams:
-    return SamplingParams(temperature, top_k, top_p, min_p, repeat_penalty, last_n, -1 if seed is None else seed)
 
 
 def _token_list(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:

@@ -14,6 +14,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +37,15 @@ class SamplingParams:
     min_p: float = 0.05  # <= 0: off
     repeat_penalty: float = 1.0  # 1: off
     repeat_last_n: int = 64  # 0: off, -1: all tokens so far
-    seed: int = -1  # -1: random
+    seed: int | None = None  # None or -1: random
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repeat_penalty"):
             object.__setattr__(self, name, _finite(name, getattr(self, name)))
         for name in ("top_k", "repeat_last_n", "seed"):
             value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise HotcoldError(f"sampling: {name} must be a whole number, got {value!r}")
             object.__setattr__(self, name, int(value))
@@ -56,8 +59,20 @@ class SamplingParams:
             )
         if self.repeat_last_n < -1:
             raise HotcoldError(f"sampling: repeat_last_n must be -1 or more, got {self.repeat_last_n}")
-        if self.seed < -1:
+        if self.seed is not None and self.seed < -1:
             raise HotcoldError(f"sampling: seed must be -1 (random) or more, got {self.seed}")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams as keywords of a call; the defaults are there."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    seed: int | None
 
 
 def _finite(name: str, value: object) -> float:
@@ -73,13 +88,13 @@ def _finite(name: str, value: object) -> float:
 class Sampler:
     """Draws tokens; holds the random generator and the last tokens (for the repeat penalty).
 
-    Two samplers with the same params (and a seed other than -1) fed the same tokens and logits draw the same tokens.
+    Two samplers with the same params (and a seed) fed the same tokens and logits draw the same tokens.
     `seed` is the seed in use, also when it was chosen at random.
     """
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self.seed: int = int(params.seed) if params.seed >= 0 else secrets.randbits(32)
+        self.seed: int = secrets.randbits(32) if params.seed is None or params.seed < 0 else params.seed
         self._rng = np.random.default_rng(self.seed)
         self._last: deque[int] = deque(maxlen=None if params.repeat_last_n < 0 else params.repeat_last_n)
 

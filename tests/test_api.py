@@ -133,6 +133,13 @@ def test_seeds(model: Model) -> None:
     assert text(None) != text(None)
 
 
+def test_a_keyword_that_does_not_exist_is_refused(model: Model) -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        model.generate("a", temprature=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="ignore_eos"):
+        model.chat([{"role": "user", "content": "a"}], ignore_eos=True)  # type: ignore[call-arg]
+
+
 def test_text_stops_before_a_stop_string(model: Model) -> None:
     whole = "".join(model.generate("the inn", 30, **GREEDY))
     stop = whole[5:8]
