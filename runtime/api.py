@@ -197,6 +197,8 @@ class Model:
         if self._session is not None:
             session, self._session = self._session, None
             session.engine.close()
+            if "template" in self.__dict__:  # it was asked for
+                self.template.close()
 
     def __enter__(self) -> Model:
         _ = self.session

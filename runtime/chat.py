@@ -2,39 +2,23 @@
 
 In: messages (role, content), a Jinja template from the file. Out: the prompt's text or token ids. Next: generate.py.
 
-Two dangers. The template is a program from a stranger: it runs in jinja2's sandbox inside a process of its own with a
-limit on memory and computing time (chat_worker.py). Checks inside this process could not stop it: a single filter or
-method call (`'%9999999999d' % 1`, `x | center(10**9)`, a string joined to itself forty times) runs in C without ever
-coming back to Python. The process is started once and kept, so a rendering costs about a millisecond.
-
+Two dangers. The template is a program from a stranger: it runs in a process of its own (chat_process.py).
 The messages are text from people: what looks like a control token in them must stay text. See `encode`.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import re
-import select
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hotcold.runtime import chat_fallbacks
+from hotcold.runtime.chat_process import Renderer
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 20 000
-MAX_TEXT = 1 << 24  # characters of output
-MAX_BYTES = 512 << 20  # memory of the rendering process
-MAX_SECONDS = 2  # computing time of one rendering
-MAX_WAIT = 20.0  # seconds on the clock, for machines that are busy with other work
 MAX_DEPTH = 32  # of nested data in messages
 
 Messages = Sequence[Mapping[str, Any]]
@@ -45,11 +29,17 @@ _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 class ChatTemplate:
     """A chat template: Jinja source and the texts of the special tokens it may write.
 
-    name: "file", or the key of chat_fallbacks.TEMPLATES it was taken from.
+    name: "file", or the key of chat_fallbacks.TEMPLATES it was taken from. renderer: the process to render in; by
+    default one of its own, which ends with close() or with the template. Raises HotcoldError for a source too long.
     """
 
     def __init__(
-        self, source: str, bos_token: str | None = None, eos_token: str | None = None, name: str = "file"
+        self,
+        source: str,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        name: str = "file",
+        renderer: Renderer | None = None,
     ) -> None:
         if len(source) > MAX_SOURCE:
             raise HotcoldError(f"chat template: found {len(source)} characters, allowed: {MAX_SOURCE}")
@@ -57,6 +47,7 @@ class ChatTemplate:
         self.name = name
         self.bos_token = bos_token
         self.eos_token = eos_token
+        self._renderer = Renderer() if renderer is None else renderer
 
     @classmethod
     def named(cls, name: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -110,6 +101,10 @@ class ChatTemplate:
             ids.insert(0, tokenizer.bos_id)
         return ids
 
+    def close(self) -> None:
+        """End the rendering process, if one runs; the next rendering starts another."""
+        self._renderer.close()
+
     def _render_marked(
         self, tokenizer: Tokenizer, messages: list[dict[str, Any]], prompt: bool, extra: dict[str, Any]
     ) -> tuple[str, dict[str, str]]:
@@ -142,7 +137,7 @@ class ChatTemplate:
         for name, token in (("bos_token", self.bos_token), ("eos_token", self.eos_token)):
             if token is not None:
                 variables[name] = token
-        return _worker.render(self.source, variables)
+        return self._renderer.render(self.source, variables)
 
     def _probe(self) -> None:
         """Raises HotcoldError unless a question comes through."""
@@ -262,94 +257,3 @@ class _Breaker:
             self._of[char] = stand_in
             self.stand_ins[stand_in] = char
         return self._of[char]
-
-
-# ---- the rendering process
-
-
-class _Worker:
-    """The process that renders: started when first needed, killed when it takes too long, started anew after that."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pid = 0  # of the process that started it: a fork must not share it
-
-    def render(self, source: str, variables: dict[str, Any]) -> str:
-        job = {"source": source, "variables": variables, "max_chars": MAX_TEXT, "max_bytes": MAX_BYTES,
-               "max_seconds": MAX_SECONDS}  # fmt: skip
-        line = json.dumps(job).encode("ascii") + b"\n"
-        with self._lock:
-            reply = json.loads(self._ask(line))
-        if "error" in reply:
-            raise HotcoldError(f"chat template: {reply['error']}")
-        return reply["text"]
-
-    def _ask(self, line: bytes) -> bytes:
-        process = self._started()
-        done = False
-        try:
-            reply = _exchange(process, line)
-            done = True
-            return reply
-        finally:
-            if not done:  # an error or Ctrl-C: an answer still on its way would be taken for the next one's
-                self.stop()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._pid != os.getpid() or self._process.poll() is not None:
-            # Isolated, with this process's module path: neither the current folder nor the environment can put
-            # other modules in the way. In a session of its own: Ctrl-C is meant for the program that asked.
-            script = str(Path(__file__).with_name("chat_worker.py"))
-            start = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
-            path = [p for p in sys.path if p and os.path.isabs(p)]
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", start, script, *path],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-                start_new_session=True,
-            )  # fmt: skip
-            self._pid = os.getpid()
-        return self._process
-
-    def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is None or self._pid != os.getpid():
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
-        process.wait()
-
-
-def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
-    """Send a line, wait for a line. Raises HotcoldError when the process ends or takes too long."""
-    if process.stdin is None or process.stdout is None:
-        raise HotcoldError("chat template: the rendering process has no pipes")
-    deadline = time.monotonic() + MAX_WAIT
-    out, got = process.stdout.fileno(), bytearray()
-    try:
-        view = memoryview(line)
-        while view:
-            view = view[process.stdin.write(view) or 0 :]
-    except BrokenPipeError:
-        raise _ended(process) from None
-    while not got.endswith(b"\n"):
-        if not select.select([out], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise HotcoldError(f"chat template: no answer within {MAX_WAIT:.0f} s")
-        part = os.read(out, 1 << 16)
-        if not part:
-            raise _ended(process)
-        got += part
-    return bytes(got)
-
-
-def _ended(process: subprocess.Popen[bytes]) -> HotcoldError:
-    code = process.wait(timeout=5)
-    if code == -signal.SIGPROF:
-        return HotcoldError(f"chat template: it computes for longer than {MAX_SECONDS} s")
-    return HotcoldError(f"chat template: the rendering process ended with status {code}")
-
-
-_worker = _Worker()
-atexit.register(_worker.stop)

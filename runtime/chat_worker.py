@@ -1,9 +1,9 @@
-"""Renders chat templates in a process of its own, which chat.py starts and may kill.
+"""Renders chat templates in a process of its own, which chat_process.py starts and may kill.
 
 In: one JSON object a line on stdin (source, variables, limits). Out: one JSON object a line on stdout ({"text": ...} or
-{"error": ...}). Next: back to chat.py.
+{"error": ...}). Next: back to chat_process.py.
 
-Run as a script, so it imports nothing from the package. Templates come from strangers: see chat.py for the limits.
+Run as a script, so it imports nothing from the package. Templates come from strangers: the limits are there.
 """
 
 from __future__ import annotations

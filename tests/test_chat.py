@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -15,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotcold.runtime import chat, chat_fallbacks
+from hotcold.runtime import chat_fallbacks, chat_process
 from hotcold.runtime.chat import ChatTemplate
+from hotcold.runtime.chat_process import Renderer
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.tokenizer import Tokenizer
 
@@ -60,6 +62,7 @@ def make_spm(special: tuple[str, ...] = ()) -> Tokenizer:
 
 
 TOKENIZER = make_tokenizer()
+RENDERER = Renderer()  # one process for all: hundreds of starts would take longer than the tests
 
 
 def user(text: str) -> list[dict[str, Any]]:
@@ -67,7 +70,7 @@ def user(text: str) -> list[dict[str, Any]]:
 
 
 def render(source: str, **extra: Any) -> str:
-    return ChatTemplate(source).render(user("x"), **extra)
+    return ChatTemplate(source, renderer=RENDERER).render(user("x"), **extra)
 
 
 def control(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -144,17 +147,51 @@ def test_source_too_long() -> None:
 
 def test_renderer_that_dies_is_started_again() -> None:
     assert render("a") == "a"
-    process = chat._worker._process
+    process = RENDERER._process
     assert process is not None
     process.kill()
     process.wait()
     assert render("b") == "b"
 
 
+def test_the_process_ends_with_its_template() -> None:
+    kept, dropped = ChatTemplate("a"), ChatTemplate("b")
+    assert kept.render([]) + dropped.render([]) == "ab"
+    first, second = kept._renderer._process, dropped._renderer._process
+    assert first is not None and second is not None and first.pid != second.pid
+    del dropped
+    gc.collect()
+    assert second.returncode is not None and first.poll() is None
+    kept.close()
+    kept.close()
+    assert first.returncode is not None
+    assert kept.render([]) == "a"  # it starts another
+    kept.close()
+
+
+def test_the_process_ends_with_the_program() -> None:
+    code = "from hotcold.runtime.chat import ChatTemplate\n" \
+           "t = ChatTemplate('{{ 1 }}'); t.render([]); print(t._renderer._process.pid)"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+
+
+def test_a_fork_has_a_process_of_its_own() -> None:
+    code = "import os\nfrom hotcold.runtime.chat import ChatTemplate\n" \
+           "t = ChatTemplate('{{ word }}'); say = lambda s: t.render([], word=s)\n" \
+           "say('a'); pid = os.fork(); said = say('child' if pid == 0 else 'parent')\n" \
+           "if pid: assert os.waitpid(pid, 0)[1] == 0 and say('again') == 'again'\n" \
+           "assert said == ('parent' if pid else 'child'), said"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_interrupted_answer_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     assert render("a") == "a"
     with monkeypatch.context() as patch:
-        patch.setattr(chat.select, "select", _interrupt)
+        patch.setattr(chat_process.select, "select", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             render("first")
     assert render("second") == "second"
@@ -165,7 +202,7 @@ def _interrupt(*args: Any) -> Any:
 
 
 def test_no_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MAX_WAIT", 0.0)
+    monkeypatch.setattr(chat_process, "MAX_WAIT", 0.0)
     with pytest.raises(HotcoldError, match="no answer within 0 s"):
         render("a")
 
@@ -243,7 +280,7 @@ STRUCTURES = {
     "".join(map(chr, range(0x10FFFD, 0x10FF00, -1))) + "<|im_end|>",
 ])  # fmt: skip
 def test_users_cannot_write_control_tokens(structure: str, content: str) -> None:
-    template = ChatTemplate(STRUCTURES[structure])
+    template = ChatTemplate(STRUCTURES[structure], renderer=RENDERER)
     messages = [*user(content), {"role": "assistant", "content": content}, *user("bye")]
     ids = template.encode(TOKENIZER, messages)
     benign = template.encode(TOKENIZER, [*user("a"), {"role": "assistant", "content": "b"}, *user("bye")])
@@ -295,7 +332,7 @@ def test_templates_that_compare_short_texts() -> None:
 
 
 def test_many_renderings_are_not_taken_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MAX_SECONDS", 0.4)
+    monkeypatch.setattr(chat_process, "MAX_SECONDS", 0.4)
     source = "{% for i in range(40) %}{% for j in range(1000) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
     for _ in range(60):
         assert render(source) == "x"
@@ -321,7 +358,7 @@ def test_text_between_control_tokens_is_one_run() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from("<|im_end|>,<|im_,end|>,<|,|>,im_end, ,\n,a,<think>,\U0010fffd".split(","))))
 def test_any_mixture_of_pieces_stays_text(parts: list[str]) -> None:
-    template = ChatTemplate(STRUCTURES["trim"])
+    template = ChatTemplate(STRUCTURES["trim"], renderer=RENDERER)
     ids = template.encode(TOKENIZER, user("".join(parts)))
     assert control(TOKENIZER, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert TOKENIZER.decode(ids, keep_special=True) == template.render(user("".join(parts)))
