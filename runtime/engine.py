@@ -1,19 +1,13 @@
-"""Runs the program: a team of persistent threads, the KV cache, one token or one block of tokens at a time.
+"""Runs the program: the KV cache, one token or one block of tokens at a time.
 
-In: a path to a GGUF. Out: logits. Next: sampling.py and generate.py.
-
-The caller's thread never computes: it writes the arguments of a run into the control block, raises GO and sleeps until
-thread 0 says done. It stays interruptible, so Ctrl-C raises ABORT and the team leaves at its next barrier.
+In: a path to a GGUF. Out: logits. Next: team.py, which computes; then sampling.py and generate.py.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from os import PathLike
 
-import numba
 import numpy as np
 import psutil
 
@@ -21,10 +15,11 @@ from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf
 from hotcold.runtime.kernels import simd, walk
-from hotcold.runtime.kernels.cache import compile_cached
+from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.plan import Plan, make_plan
-from hotcold.runtime.program import KV_TYPES, Buffers, aligned, lower
+from hotcold.runtime.program import KV_TYPES, Buffers, lower
 from hotcold.runtime.rope import rope_table
+from hotcold.runtime.team import Team
 from hotcold.runtime.threads import default_threads
 from hotcold.runtime.weights import Weights, load_weights
 
@@ -38,87 +33,8 @@ def _silent(line: str) -> None:
     del line
 
 
-class Team:
-    """Threads that walk the programs. run() is not reentrant: one caller at a time."""
-
-    def __init__(self, programs: tuple[np.ndarray, np.ndarray], n_threads: int, notify: Callable[[str], None]) -> None:
-        self.n_threads = n_threads
-        self._programs = programs
-        self._memory = aligned(8 * walk.control_words(n_threads))
-        self.control = self._memory.view(np.int64)
-        self._addr = self._memory.ctypes.data
-        record = numba.typeof(programs[0])
-        i64 = numba.types.int64
-        compile_cached(
-            [(walk.serve, (record, record, i64, i64, i64)), (walk.raise_go, (i64,)), (walk.claim_parked, (i64, i64))],
-            notify,
-        )
-        # Queues, because threading's semaphores stay locked when Ctrl-C arrives inside their Python code.
-        self._wake: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(n_threads)]
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, args=(t,), name=f"hotcold-{t}", daemon=True) for t in range(n_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _work(self, t: int) -> None:
-        while True:
-            said = walk.serve(*self._programs, t, self.n_threads, self._addr)
-            if said == 1:
-                self._done.put(None)
-            elif said == 0:
-                self._wake[t].get()
-            else:
-                return
-
-    def _go(self) -> None:
-        walk.raise_go(self._addr)
-        for t in range(self.n_threads):
-            if walk.claim_parked(self._addr, t):
-                self._wake[t].put(None)
-
-    def run(self, arguments: dict[int, int]) -> None:
-        """One run to its end. KeyboardInterrupt: the run is abandoned, and the exception goes on."""
-        self._abandon()  # one still under way after several Ctrl-C; otherwise nothing
-        for word, value in arguments.items():
-            self.control[word] = value
-        self.control[walk.ABORT] = 0
-        try:
-            self._go()
-            self._wait()
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _wait(self) -> None:
-        """Until the last run is finished. The queue only wakes: an interrupt may lose or leave an entry of it."""
-        while self.control[walk.FINISHED] != self.control[walk.GO]:
-            self._done.get()
-
-    def _abandon(self) -> None:
-        """Make the team leave a run that is under way, and wait for that; more Ctrl-C cannot stop the waiting."""
-        while True:
-            try:
-                if self.control[walk.FINISHED] == self.control[walk.GO]:
-                    return
-                self.control[walk.ABORT] = 1
-                for wake in self._wake:  # one may have been left asleep; a worker woken for nothing parks again
-                    wake.put(None)
-                self._wait()
-            except KeyboardInterrupt:
-                continue
-
-    def close(self) -> None:
-        self._abandon()
-        self.control[walk.A_N_TOK] = walk.EXIT
-        self._go()
-        for thread in self._threads:
-            thread.join()
-
-
 class Engine:
-    """A loaded model with one KV cache. Not thread-safe; several engines may live in one process."""
+    """A loaded model with one KV cache; several may live in one process. One caller at a time, but for close()."""
 
     def __init__(
         self,
@@ -136,7 +52,7 @@ class Engine:
         self.n_ctx, self.threads, self.sparsity = n_ctx, n_threads, plan.sparsity
         self.n_past = 0
         self.n_batch = min(N_BATCH, n_ctx)
-        _check_memory(config, n_ctx, self.n_batch, kv_type)
+        _check_memory(config, n_threads, n_ctx, self.n_batch, kv_type)
         self._buffers = Buffers(config, n_threads, n_ctx, self.n_batch, kv_type)
         self._counts = np.zeros((config.n_layer, n_threads), np.int64)
         self._counted_tokens = 0
@@ -164,7 +80,10 @@ class Engine:
         """
         if kv_type not in KV_TYPES:
             raise HotcoldError(f"KV cache type {kv_type!r} is unknown, choose from {', '.join(KV_TYPES)}")
-        n_threads = default_threads() if threads is None else threads
+        for what, value in (("threads", threads), ("n_ctx", n_ctx)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
+                raise HotcoldError(f"{what} must be a whole number or None, got {value!r}")
+        n_threads = default_threads() if threads is None else int(threads)
         if not 1 <= n_threads <= MAX_THREADS:
             raise HotcoldError(f"--threads {n_threads}: allowed are 1 to {MAX_THREADS}")
         if simd.MISSING:
@@ -201,18 +120,21 @@ class Engine:
         out = np.empty((keep, self.config.n_vocab), np.float32)
         step = self.n_batch
         if logits == "all":
-            step = max(1, min(step, LOGITS_BYTES // (4 * self.config.n_vocab)))
-        start = self.n_past
+            step = max(PACK_TOKENS, min(step, LOGITS_BYTES // (4 * self.config.n_vocab)))
+        start, counted = self.n_past, (self._counts.copy(), self._counted_tokens)
         try:
-            for first in range(0, len(ids), step):
-                block = ids[first : first + step]
-                done = first + len(block) == len(ids)
+            first = 0
+            for size in block_sizes(len(ids), step):
+                block = ids[first : first + size]
+                done = first + size == len(ids)
                 wanted = len(block) if logits == "all" else int(logits == "last" and done)
                 rows = out[first : first + wanted] if logits == "all" else out[:wanted]
                 self._run(block, rows)
-                self.n_past += len(block)
+                self.n_past += size
+                first += size
         except BaseException:
             self.n_past = start
+            self._counts[:], self._counted_tokens = counted
             raise
         return out[0] if logits == "last" else out if logits == "all" else out.reshape(-1)
 
@@ -236,12 +158,14 @@ class Engine:
 
     def _run(self, block: np.ndarray, rows: np.ndarray) -> None:
         """rows: f32 [wanted, n_vocab], contiguous: the logits of the block's last tokens go there."""
-        assert self._team is not None
+        team = self._team
+        if team is None:
+            raise HotcoldError("the model was closed while it was computing")
         self._rows = rows  # the team may write there until the run has ended, whatever interrupts this method
         self._tokens[: len(block)] = block
         cos, sin = self._tables
         single = len(block) == 1
-        self._team.run(
+        team.run(
             {
                 walk.A_PROGRAM: 0 if single else 1,
                 walk.A_TOKENS: self._tokens.ctypes.data,
@@ -274,14 +198,15 @@ class Engine:
         return self._counts.sum(axis=1) / (self._counted_tokens * np.array(self.config.n_ff, np.float64))
 
     def reset_stats(self) -> None:
+        """Count neurons from here on."""
         self._counts[:] = 0
         self._counted_tokens = 0
 
     def close(self) -> None:
-        """Stop the threads and close the file; may be called twice."""
-        if self._team is not None:
-            self._team.close()
-            self._team = None
+        """Stop the threads and close the file. May be called twice, and while another thread is in forward()."""
+        team, self._team = self._team, None
+        if team is not None:
+            team.close()
             self.file.close()
 
     def __enter__(self) -> Engine:
@@ -291,9 +216,23 @@ class Engine:
         self.close()
 
 
-def _check_memory(config: ModelConfig, n_ctx: int, n_batch: int, kv_type: str) -> None:
+def block_sizes(n_tok: int, step: int) -> list[int]:
+    """How a text is cut into blocks of at most `step` tokens.
+
+    None but the only one is shorter than PACK_TOKENS, from where on the kernels of many tokens are used: so every
+    token of a text gets the same bits wherever the cuts fall.
+    """
+    sizes = [step] * (n_tok // step) + ([n_tok % step] if n_tok % step else [])
+    if len(sizes) > 1 and sizes[-1] < PACK_TOKENS:
+        missing = min(PACK_TOKENS - sizes[-1], max(0, step - PACK_TOKENS))
+        sizes[-2] -= missing
+        sizes[-1] += missing
+    return sizes
+
+
+def _check_memory(config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str) -> None:
     """The system would promise any amount and kill the process later: compare with what is free now."""
-    needed = Buffers.estimate(config, n_ctx, n_batch, kv_type)
+    needed = Buffers.estimate(config, n_threads, n_ctx, n_batch, kv_type)
     free = psutil.virtual_memory().available
     if needed > free:
         raise HotcoldError(

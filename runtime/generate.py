@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -115,7 +116,11 @@ class Session:
         if len(tokens) > self.engine.n_ctx:
             raise ContextFull(len(tokens), self.engine.n_ctx)
         with self._turn:
-            reused = min(self._common(tokens), len(tokens) - 1)  # the last one is needed for its logits
+            reused = self._common(tokens)
+            appended = reused == self.engine.n_past == len(tokens) - 1  # the next token of a generation
+            if not appended and len(tokens) - reused < PACK_TOKENS:
+                # As many as the kernels of a block need, so that a text read twice gives the same bits.
+                reused = max(0, len(tokens) - PACK_TOKENS)
             if reused < self.engine.n_past:
                 self.engine.truncate(reused)
                 del self._cached[reused:]

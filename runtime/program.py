@@ -85,10 +85,12 @@ class Buffers:
         return c.head_dim * (2 if KV_TYPES[kv_type] == formats.F16 else 4)
 
     @classmethod
-    def estimate(cls, config: ModelConfig, n_ctx: int, n_batch: int, kv_type: str) -> int:
-        """Bytes of KV cache and activations, before anything is allocated."""
+    def estimate(cls, config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str) -> int:
+        """Bytes of KV cache, activations, scores and rotary tables, before anything is allocated."""
         cache = 2 * config.n_layer * config.n_head_kv * n_ctx * cls._cache_row(config, kv_type)
-        return cache + 6 * n_batch * sum(cls._widths(config).values())  # f32 and act blocks
+        activations = 6 * n_batch * sum(cls._widths(config).values())  # f32 and act blocks
+        tables = 12 * n_ctx * config.head_dim  # in f32, and in f64 while they are made
+        return cache + activations + n_threads * attention_bytes(n_ctx) + tables
 
     def _new(self, n_bytes: int) -> int:
         memory = aligned(n_bytes)

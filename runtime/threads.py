@@ -12,20 +12,41 @@ from pathlib import Path
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
 
 
-def cgroup_limit(root: Path = _CGROUP) -> float:
-    """CPUs the control group allows (its quota over its period); infinity without a limit."""
+def cgroup_limit(root: Path = _CGROUP, own: Path = _OWN) -> float:
+    """CPUs the control groups allow (the least quota over period on the way up); infinity without a limit.
+
+    root: where the groups are mounted; own: the file that says which group of which hierarchy this process is in.
+    """
+    limits = [_quota(root), _quota(root / "cpu")]  # in a container the own group is the root
     try:
-        quota, period = (root / "cpu.max").read_text().split()  # version 2
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:  # number:controllers:path, without controllers in version 2
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        hierarchy = root / "cpu" if controllers else root
+        group = Path(path.lstrip("/"))
+        limits += [_quota(hierarchy / part) for part in (group, *group.parents) if ".." not in part.parts]
+    return min(limits)
+
+
+def _quota(group: Path) -> float:
+    """CPUs that one group allows, by the files of version 2 or 1; infinity if it says nothing."""
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
         return math.inf if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
+    except (OSError, ValueError, ZeroDivisionError):
         pass
     try:
-        quota = (root / "cpu" / "cpu.cfs_quota_us").read_text()  # version 1
-        period = (root / "cpu" / "cpu.cfs_period_us").read_text()
+        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return int(quota) / int(period) if int(quota) > 0 else math.inf
-    except (OSError, ValueError):
+    except (OSError, ValueError, ZeroDivisionError):
         return math.inf
 
 

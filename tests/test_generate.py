@@ -91,11 +91,23 @@ def test_only_the_new_suffix_is_evaluated() -> None:
     ours, stats = session(engine), GenerationStats()
     first = "".join(ours.generate([1, 2, 3], Sampler(GREEDY), max_tokens=4))
     engine.forwards.clear()
-    longer = [1, 2, 3, *first.encode(), 9, 9]
+    longer = [1, 2, 3, *first.encode(), *[9] * 6]
     second = "".join(ours.generate(longer, Sampler(GREEDY), max_tokens=4, stats=stats))
     assert second == "".join(pieces(HashEngine(), longer, max_tokens=4))
-    assert engine.forwards == [3, 1, 1, 1]  # the last token of the first text was never evaluated
+    assert engine.forwards == [7, 1, 1, 1]  # the last token of the first text was never evaluated
     assert stats.reused_tokens == 6
+
+
+def test_a_text_read_again_is_read_by_the_kernels_of_many_tokens() -> None:
+    engine = HashEngine()
+    ours = session(engine)
+    for _ in range(2):
+        engine.forwards.clear()
+        list(ours.generate(list(range(1, 11)), Sampler(GREEDY), max_tokens=3))
+    assert engine.forwards == [6, 1, 1]
+    engine.forwards.clear()
+    list(ours.generate([1, 2, 3], Sampler(GREEDY), max_tokens=3))
+    assert engine.forwards == [3, 1, 1]
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4], [1, 2, 3], [1, 2], [1, 2, 9, 4, 5], [9]])

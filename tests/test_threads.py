@@ -39,7 +39,24 @@ def group(root: Path, **files: str) -> Path:
     ],
 )
 def test_cgroup_limit(files: dict[str, str], limit: float, tmp_path: Path) -> None:
-    assert threads.cgroup_limit(group(tmp_path, **files)) == limit
+    assert threads.cgroup_limit(group(tmp_path, **files), tmp_path / "absent") == limit
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a__b__cpu_max": "max 100000\n", "a__cpu_max": "150000 100000\n"}, 1.5),  # the slice's limit
+        ("0::/a/b\n", {"a__b__cpu_max": "300000 100000\n", "a__cpu_max": "max 100000\n"}, 3),
+        ("0::/a/b\n", {"c__cpu_max": "100000 100000\n"}, math.inf),
+        ("0::/../../a\n", {"cpu_max": "200000 100000\n"}, 2),  # a group above this namespace's root
+        ("5:memory:/m\n4:cpu,cpuacct:/d\n", {"cpu__d__cfs_quota_us": "50000\n", "cpu__d__cfs_period_us": "100000\n",
+                                             "m__cpu_max": "1 1\n"}, 0.5),
+        ("nonsense", {"cpu_max": "100000 100000\n"}, 1),
+    ],
+)  # fmt: skip
+def test_cgroup_limit_of_nested_groups(own: str, files: dict[str, str], limit: float, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text(own)
+    assert threads.cgroup_limit(group(tmp_path, **files), tmp_path / "own") == limit
 
 
 @pytest.mark.parametrize(

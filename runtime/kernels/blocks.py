@@ -9,7 +9,7 @@ Small blocks use the same row kernels as single tokens; from PACK_TOKENS on, a p
 
 from numba import njit
 
-from hotcold.runtime.kernels.formats import BF16, F16, F32, Q4_0, Q4_0_BYTES, Q8_0, Q8_0_BYTES
+from hotcold.runtime.kernels.formats import BF16, F16, F32, PACK_TOKENS, Q4_0, Q4_0_BYTES, Q8_0, Q8_0_BYTES
 from hotcold.runtime.kernels.rows import matvec, row1, row16
 from hotcold.runtime.kernels.simd import load_f32, store_f32, store_w, zero_w
 from hotcold.runtime.kernels.tiles import (
@@ -27,7 +27,6 @@ from hotcold.runtime.kernels.tiles import (
     pack_q8,
 )
 
-PACK_TOKENS = 6
 DEPTH = 2048  # neurons per pass of a down projection: bounds the panel to what the second-level cache holds
 TILE_BYTES = 4 * TILE_TOKENS * FLOAT_ROWS
 

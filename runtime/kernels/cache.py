@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,34 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("hotcold", appauthor=False)) / f"kernels-{digest.hexdigest()[:16]}"
 
 
+_compiling = threading.Lock()  # Numba's setting of where to cache is one for the process
+
+
 def compile_cached(functions: list[tuple[Any, tuple]], notify: Callable[[str], None]) -> None:
     """Compile (or load) njit functions for the given argument types; `notify` is told when that takes time."""
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with _compiling:
+                _compile_pending(functions, notify)
+        except BaseException as error:
+            errors.append(error)
+
+    # In a thread of its own: Ctrl-C in the middle of LLVM's callbacks would be printed and forgotten.
+    thread = threading.Thread(target=work, name="hotcold-compile", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def compiling() -> bool:
+    """Whether a compilation that was interrupted goes on in the background."""
+    return _compiling.locked()
+
+
+def _compile_pending(functions: list[tuple[Any, tuple]], notify: Callable[[str], None]) -> None:
     pending = [(f, signature) for f, signature in functions if signature not in f.overloads]
     if not pending:
         return

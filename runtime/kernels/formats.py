@@ -42,3 +42,5 @@ def row_bytes(ggml_type: int, cols: int) -> int:
     """Bytes of one row of `cols` weights."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
     return cols // block * size
+
+PACK_TOKENS = 6  # from so many tokens on a matrix product packs its weights: see blocks.py

@@ -180,8 +180,6 @@ load_f32, store_f32 = _loader(types.float32, F32), _storer(types.float32)
 load_f16 = _loader(types.float32, F16, lambda b, v: b.fpext(v, F32))
 store_f16 = _storer(types.float32, lambda b, v: b.fptrunc(v, F16))
 load_bf16 = _loader(types.float32, I16, lambda b, v: b.bitcast(b.shl(b.zext(v, I32), I32(16)), F32))
-load_i8 = _loader(types.int32, I8, lambda b, v: b.sext(v, I32))
-load_u8 = _loader(types.int32, I8, lambda b, v: b.zext(v, I32))
 
 # 8 lanes
 load_v, store_v = _loader(f32x8, f32x8.ll), _storer(f32x8)
@@ -196,7 +194,6 @@ store_s8 = _storer(i32x8, lambda b, v: b.trunc(v, B8))
 # 16 lanes
 load_w, store_w = _loader(f32x16, f32x16.ll), _storer(f32x16)
 load_wh = _loader(f32x16, H16, _half(16))
-store_wh = _storer(f32x16, lambda b, v: b.fptrunc(v, H16))
 load_wb = _loader(f32x16, S16, _bf16(16))
 load_s8w = _loader(i32x16, B16, lambda b, v: b.sext(v, i32x16.ll))
 load_u8w = _loader(i32x16, B16, lambda b, v: b.zext(v, i32x16.ll))

@@ -111,7 +111,7 @@ def _transpose(b: ir.IRBuilder, rows: list) -> list:
     return rows
 
 
-def float_packer(row_loader, element_bytes):
+def _float_packer(row_loader):
     """Returns pack(a, stride, last, dst): 16 columns of 16 rows -> dst[column][16], dst rows 4*FLOAT_ROWS apart."""
 
     @emit(types.void, addr, types.int64, types.int64, addr)
@@ -123,7 +123,7 @@ def float_packer(row_loader, element_bytes):
     return pack
 
 
-def _byte_packer(block_bytes, decode):
+def _byte_packer(decode):
     @emit(types.void, addr, types.int64, types.int64, addr)
     def pack(b, a, stride, last, dst):
         """One block of 32 columns of 16 rows at `a` -> one block of a byte panel at dst."""
@@ -153,7 +153,7 @@ def _decode_q4(b, a):
     return shuffle(b, low, high, list(range(32)))
 
 
-pack_q8, pack_q4 = _byte_packer(34, _decode_q8), _byte_packer(18, _decode_q4)
+pack_q8, pack_q4 = _byte_packer(_decode_q8), _byte_packer(_decode_q4)
 
 _H16, _S16 = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
 
@@ -162,6 +162,6 @@ def _row_bf16(b, a):
     return b.bitcast(b.shl(b.zext(load(b, a, _S16), i32x16.ll), const(i32x16.ll, [16] * 16)), f32x16.ll)
 
 
-pack_f32 = float_packer(lambda b, a: load(b, a, f32x16.ll), 4)
-pack_f16 = float_packer(lambda b, a: b.fpext(load(b, a, _H16), f32x16.ll), 2)
-pack_bf16 = float_packer(_row_bf16, 2)
+pack_f32 = _float_packer(lambda b, a: load(b, a, f32x16.ll))
+pack_f16 = _float_packer(lambda b, a: b.fpext(load(b, a, _H16), f32x16.ll))
+pack_bf16 = _float_packer(_row_bf16)

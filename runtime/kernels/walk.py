@@ -11,8 +11,9 @@ import numpy as np
 from numba import njit
 
 from hotcold.runtime.kernels.attention import QUERIES, attend, attend_block, store_cache
-from hotcold.runtime.kernels.blocks import PACK_TOKENS, matmul, matmul_columns
+from hotcold.runtime.kernels.blocks import matmul, matmul_columns
 from hotcold.runtime.kernels.ffn import sparse_ffn
+from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec
 from hotcold.runtime.kernels.simd import load_f32, load_i64, store_f32, store_i64
 from hotcold.runtime.kernels.sync import atomic_load, atomic_store, atomic_swap, barrier, pause

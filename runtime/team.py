@@ -1,0 +1,146 @@
+"""The team of worker threads that walk the programs.
+
+In: the two programs of program.py. Out: buffers filled, one run after the other. Next: engine.py, its owner.
+
+The caller's thread never computes: it writes the arguments of a run into the control block, raises GO and sleeps until
+thread 0 says done. It stays interruptible, so Ctrl-C raises ABORT and the team leaves at its next barrier.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import numba
+import numpy as np
+
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.kernels import walk
+from hotcold.runtime.kernels.cache import compile_cached
+from hotcold.runtime.program import aligned
+
+# Queues, because threading's semaphores stay locked when Ctrl-C arrives inside their Python code.
+Wakeups = queue.SimpleQueue
+
+
+class Team:
+    """Threads that walk the programs. Callers from several threads take turns; close() ends a run that is under way."""
+
+    def __init__(self, programs: tuple[np.ndarray, np.ndarray], n_threads: int, notify: Callable[[str], None]) -> None:
+        record = numba.typeof(programs[0])
+        i64 = numba.types.int64
+        compile_cached(
+            [(walk.serve, (record, record, i64, i64, i64)), (walk.raise_go, (i64,)), (walk.claim_parked, (i64, i64))],
+            notify,
+        )
+        memory = aligned(8 * walk.control_words(n_threads))
+        self.control = memory.view(np.int64)
+        self._addr = memory.ctypes.data
+        self._wake: list[Wakeups[None]] = [Wakeups() for _ in range(n_threads)]
+        self._done: Wakeups[None] = Wakeups()
+        self._turn = threading.Lock()
+        self._closing = False
+        self._pid = os.getpid()
+        # The threads hold no reference to the team: one that is dropped without close() sends them away.
+        self._threads = [
+            threading.Thread(
+                target=_work, args=(programs, memory, t, n_threads, self._wake[t], self._done), name=f"hotcold-{t}",
+                daemon=True,
+            )  # fmt: skip
+            for t in range(n_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._dismiss = weakref.finalize(self, _dismiss, self.control, self._wake)
+
+    def run(self, arguments: dict[int, int]) -> None:
+        """One run to its end. arguments: words of the control block.
+
+        KeyboardInterrupt: the run is abandoned, and the exception goes on. Raises HotcoldError when the team was
+        closed, even while it ran, and in a process forked off after it was made.
+        """
+        if os.getpid() != self._pid:
+            raise HotcoldError("this model was opened before fork(): its threads are not in this process, open it here")
+        with self._turn:
+            if not self._dismiss.alive:
+                raise HotcoldError("the model is closed")
+            self._abandon()  # one still under way after several Ctrl-C; otherwise nothing
+            for word, value in arguments.items():
+                self.control[word] = value
+            self.control[walk.ABORT] = 0
+            if self._closing:
+                raise HotcoldError("the model is closed")
+            try:
+                _go(self.control, self._wake)
+                self._wait()
+            except BaseException:
+                self._abandon()
+                raise
+            if self.control[walk.ABORT]:
+                raise HotcoldError("the model was closed while it was computing")
+
+    def _wait(self) -> None:
+        """Until the last run is finished. The queue only wakes: an interrupt may lose or leave an entry of it."""
+        while self.control[walk.FINISHED] != self.control[walk.GO]:
+            self._done.get()
+
+    def _abandon(self) -> None:
+        """Make the team leave a run that is under way, and wait for that; more Ctrl-C cannot stop the waiting."""
+        while True:
+            try:
+                if self.control[walk.FINISHED] == self.control[walk.GO]:
+                    return
+                self.control[walk.ABORT] = 1
+                for wake in self._wake:  # one may have been left asleep; a worker woken for nothing parks again
+                    wake.put(None)
+                self._wait()
+            except KeyboardInterrupt:
+                continue
+
+    def close(self) -> None:
+        """End a run that is under way, in whichever thread, and the worker threads. May be called again."""
+        self._closing = True
+        if os.getpid() != self._pid:
+            return
+        self.control[walk.ABORT] = 1
+        with self._turn:
+            if self._dismiss.alive:
+                self._abandon()
+                self._dismiss()
+                for thread in self._threads:
+                    thread.join()
+
+
+def _work(
+    programs: tuple[np.ndarray, np.ndarray],
+    memory: np.ndarray,
+    t: int,
+    n_threads: int,
+    wake: Wakeups[None],
+    done: Wakeups[None],
+) -> None:
+    """A worker thread. memory: the control block."""
+    while True:
+        said = walk.serve(*programs, t, n_threads, memory.ctypes.data)
+        if said == 1:
+            done.put(None)
+        elif said == 0:
+            wake.get()
+        else:
+            return
+
+
+def _go(control: np.ndarray, wake: list[Wakeups[None]]) -> None:
+    walk.raise_go(control.ctypes.data)
+    for t, sleeper in enumerate(wake):
+        if walk.claim_parked(control.ctypes.data, t):
+            sleeper.put(None)
+
+
+def _dismiss(control: np.ndarray, wake: list[Wakeups[None]]) -> None:
+    """Tell the workers to leave. No run is under way."""
+    control[walk.A_N_TOK] = walk.EXIT
+    _go(control, wake)
