@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hotcold.runtime.console import complain, discard, emit, end_notes, fill_streams, printable
 from hotcold.runtime.errors import HotcoldError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (argparse exits by itself with 0 or 2)."""
     began = time.perf_counter()
     argv = sys.argv[1:] if argv is None else argv
+    fill_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 must not end the program
@@ -41,16 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.began = began
             return int(args.run(args))
         finally:
-            sys.stdout.flush()
+            end_notes()
+            emit(sys.stdout)
     except HotcoldError as error:
-        print(f"hotcold: error: {_one_line(error)}", file=sys.stderr)
+        complain(f"hotcold: error: {_one_line(error)}")
         return 1
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        complain("")
         return INTERRUPTED
     except BrokenPipeError:
-        from hotcold.runtime.console import discard
-
         discard(sys.stdout)
         return BROKEN_PIPE
 
@@ -100,7 +101,7 @@ def _inspect(args: argparse.Namespace) -> int:
         print_file(args.file, Console())
     else:
         for line in file_lines(args.file):
-            print(line)
+            emit(sys.stdout, line + "\n")
     return 0
 
 
@@ -227,7 +228,7 @@ def _pieces(
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from hotcold.runtime.console import TextOut, printable
+    from hotcold.runtime.console import TextOut
     from hotcold.runtime.repl import Repl, ReplOptions, run_lines
 
     options = ReplOptions(_sampling(args), args.system_prompt, args.predict, args.ignore_eos, args.stop)
@@ -318,8 +319,6 @@ def _check_text(option: str, text: str | None) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    from hotcold.runtime.console import printable
-
     return printable(" ".join(str(error).split()))
 
 

@@ -23,14 +23,57 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
+def fill_streams() -> None:
+    """Give the program streams where it was started with closed ones (`<&-`, `>&-`, `2>&-`).
+
+    Standard input is empty then, standard error goes nowhere, and to write to standard output is an error. The
+    descriptors 0 to 2 are taken by that too, so that no file opened later gets the text meant for a stream.
+    """
+    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.open(os.devnull, flags), mode, encoding="utf-8"))
+
+
 def discard(stream: TextIO) -> None:
     """Send what is left in a stream that cannot be written to nowhere: the interpreter flushes it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def emit(stream: TextIO, text: str = "") -> None:
+    """Write and flush. Raises HotcoldError when that fails, but BrokenPipeError passes through."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard(stream)
+        raise HotcoldError(f"cannot write the text: {error.strerror or error}") from error
+
+
+def complain(line: str) -> None:
+    """A line on stderr, as it is. Where stderr cannot be written the program goes on without."""
+    _try_stderr(line + "\n")
+
+
+def end_notes() -> None:
+    """Write what others (argparse) left in stderr, or drop it where it cannot be written."""
+    _try_stderr("")
+
+
+def _try_stderr(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        discard(sys.stderr)
 
 
 def note(line: str) -> None:
     """One line on stderr about what the program does or decided."""
-    print(f"hotcold: {printable(line)}", file=sys.stderr, flush=True)
+    complain(f"hotcold: {printable(line)}")
 
 
 class TextOut:
@@ -46,14 +89,7 @@ class TextOut:
         if not text:
             return
         self._at_line_start = text.endswith("\n")
-        try:
-            self._stream.write(printable(text) if self._escape else text)
-            self._stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            discard(self._stream)
-            raise HotcoldError(f"cannot write the text: {error.strerror or error}") from error
+        emit(self._stream, printable(text) if self._escape else text)
 
     def end_line(self) -> None:
         """A newline, unless the text ended with one."""

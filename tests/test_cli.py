@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -242,13 +243,41 @@ def test_a_closed_pipe_is_no_complaint(model: Path, arguments: list[str]) -> Non
     assert b"Traceback" not in program.stderr and b"Broken" not in program.stderr
 
 
+ANSWER = ["run", "MODEL", "-p", "a", "-n", "3", *GREEDY]
+
+
+def shell(model: Path, arguments: list[str], redirection: str) -> subprocess.CompletedProcess[str]:
+    """The program started by a shell, which can close its streams."""
+    command = shlex.join([*HOTCOLD, *(str(model) if a == "MODEL" else a for a in arguments)])
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    return subprocess.run(["sh", "-c", f"{command} {redirection}"], capture_output=True, text=True, env=buffered)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_one_line(model: Path) -> None:
-    with open("/dev/full", "wb") as full:
-        command = [*HOTCOLD, "run", str(model), "-p", "a", "-n", "3", *GREEDY]
-        program = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["inspect", "MODEL"], ANSWER])
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])
+def test_output_that_cannot_be_written_is_one_line(model: Path, arguments: list[str], redirection: str) -> None:
+    program = shell(model, arguments, redirection)
     assert program.returncode == 1
-    assert program.stderr.splitlines()[-1].startswith(b"hotcold: error: cannot write the text")
+    assert program.stderr.splitlines()[-1].startswith("hotcold: error: cannot write the text")
+    assert "Traceback" not in program.stderr
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", pytest.param("2>/dev/full", marks=pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs /dev/full"))])  # fmt: skip
+def test_notes_that_cannot_be_written_do_not_keep_the_answer_back(model: Path, redirection: str) -> None:
+    program = shell(model, ANSWER, redirection)
+    assert (program.returncode, program.stdout) == (0, shell(model, ANSWER, "").stdout)
+    assert program.stdout
+    assert shell(model, ["run"], redirection).returncode == 2
+    assert shell(model, ["inspect", "/nonexistent"], redirection).returncode == 1
+
+
+def test_a_closed_standard_input_is_an_empty_one(model: Path) -> None:
+    assert "standard input is empty" in shell(model, ["run", "MODEL"], "<&-").stderr
+    program = shell(model, ["chat", "MODEL"], "<&-")
+    assert (program.returncode, program.stdout) == (0, "")
+    assert "Traceback" not in program.stderr
 
 
 def test_the_seed_chosen_at_random_is_told(run: Run, model: Path) -> None:
