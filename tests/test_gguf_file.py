@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
+import sys
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import gguf
 import hostile
@@ -30,6 +35,35 @@ def opened(tmp_path: Path, content: bytes | hostile.Builder) -> GGUFFile:
     path = tmp_path / "file.gguf"
     path.write_bytes(content if isinstance(content, bytes) else content.build())
     return open_gguf(path)
+
+
+@contextlib.contextmanager
+def at_most(lines: int) -> Iterator[None]:
+    """Fails when the code inside runs more lines of Python than that, so that endless work is not endless."""
+    left = lines
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            pytest.fail(f"more than {lines} lines of Python")
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("name", hostile.CASES)
+def test_hostile_file_is_refused_before_much_work(name: str, tmp_path: Path) -> None:
+    """Whatever count or length a file claims, the work is that of a file of its size (18 kB)."""
+    path = tmp_path / "file.gguf"
+    path.write_bytes(hostile.CASES[name].content)
+    with at_most(20_000), pytest.raises(GGUFError):
+        open_gguf(path)
 
 
 @pytest.mark.parametrize("name", hostile.CASES)
@@ -162,6 +196,9 @@ def test_a_large_vocabulary_is_not_decoded_before_it_is_asked_for(tmp_path: Path
     finally:
         tracemalloc.stop()
     assert peak < 200_000
+    f.close()
+    with at_most(6 * len(tokens)):  # five for the length of each string; nothing is looked at twice
+        f = open_gguf(path)
     assert f.metadata["tokenizer.ggml.tokens"] == tokens
     assert f.metadata["tokenizer.ggml.scores"].sum() == len(tokens) / 2
     f.close()
