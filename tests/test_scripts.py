@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from hotcold.runtime.engine import Engine
@@ -23,6 +24,7 @@ sys.path.insert(0, str(SCRIPTS))  # the scripts import each other by plain names
 
 import fetch_demo_model  # noqa: E402
 import make_synthetic  # noqa: E402
+from comparison import bursts  # noqa: E402
 from comparison.bursts import Burst, run_burst  # noqa: E402
 from comparison.quality import differences  # noqa: E402
 from comparison.settings import STOCK  # noqa: E402
@@ -128,12 +130,27 @@ def test_differences_of_logits():
     assert differences(np.zeros((1, 2)), np.array([[1.0, 2.0]]))["kl_mean"] == pytest.approx(expected)
 
 
-def test_burst_counts_its_own_work_and_not_others():
-    burn = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
-    burst = run_burst([sys.executable, "-c", burn])
+BURN = [sys.executable, "-c", "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"]
+
+
+@pytest.mark.parametrize(("machine_s", "others_s"), [(30.0, 30.0), (0.0, 0.0)])
+def test_burst_counts_its_own_work_and_not_others(machine_s, others_s, monkeypatch):
+    """`others` is what the machine's meter shows beyond the burst's own time, and never less than nothing."""
+    meter = iter([1000.0, 1000.0 + machine_s])
+    monkeypatch.setattr(bursts, "busy_seconds", lambda: next(meter))
+    burst = run_burst(BURN)
     assert burst.status == 0
     assert 0.5 <= burst.cpu_s < 5
-    assert 0 <= burst.others <= os.cpu_count()
+    expected = others_s - burst.cpu_s if others_s else 0
+    assert burst.others * burst.wall_s == pytest.approx(expected)
+
+
+def test_the_machines_meter_sees_work_and_not_idling():
+    before = bursts.busy_seconds()
+    burst = run_burst(BURN)
+    after = bursts.busy_seconds()
+    assert after - before > 0.9 * burst.cpu_s
+    assert after < sum(psutil.cpu_times()), "idle time is no work"
 
 
 def test_burst_that_takes_too_long_is_ended():
