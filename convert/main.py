@@ -7,6 +7,7 @@ Next: gguf_source.py or families/ (reading), neuron_split.py or stock.py (layout
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -27,7 +28,7 @@ from hotcold.convert.outtype import OUTTYPES
 from hotcold.convert.precision import Report
 from hotcold.convert.stock import to_stock
 from hotcold.convert.target import Target
-from hotcold.convert.writer import write_target
+from hotcold.convert.writer import check_name, write_target
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     with _opened(args, report) as model:
         target = _plan(args, model, report)
         out = output_path(args, target)
-        if out.exists() and _same_file(out, args.src):
+        if _same_file(out, args.src):
             raise HotcoldError(f"{out}: is the source: choose another name with -o")
         if args.verbose:
             _list_tensors(target, report)
@@ -74,13 +75,11 @@ def run(args: argparse.Namespace) -> int:
             _say_notes(console, report)
             console.print("dry run: nothing written")
             return 0
-        if out.exists() and not args.force:
-            raise HotcoldError(f"{out}: exists already: use --force to replace it (llama.cpp's converter would do so "
-                               "without asking) or -o for another name")
+        check_name(out, args.force)
         if not out.absolute().parent.is_dir():
             raise HotcoldError(f"{out.absolute().parent}: no such folder")
         with _terminable(), _progress(console, target.n_bytes) as progress:
-            size = write_target(target, out, progress, model.release)
+            size = write_target(target, out, progress, model.release, args.force)
     _say_notes(console, report)
     _say_losses(console, report, args.verbose)
     console.print(f"wrote {escape(str(out))} ({size / 1e6:.1f} MB)")
@@ -120,7 +119,7 @@ def output_path(args: argparse.Namespace, target: Target) -> Path:
     ftype = target.main_type().name
     if args.outfile is not None:
         out = Path(str(args.outfile).replace("{ftype}", ftype))
-        if out.is_dir():
+        if os.path.isdir(out):  # unlike Path.is_dir, no error for impossible names
             raise HotcoldError(f"{out}: is a folder: give a file name, for example -o {out / 'model.gguf'}")
         return out
     src: Path = args.src
@@ -132,7 +131,10 @@ def output_path(args: argparse.Namespace, target: Target) -> Path:
 
 
 def _same_file(a: Path, b: Path) -> bool:
-    return a.exists() and b.exists() and a.samefile(b)
+    try:
+        return a.samefile(b)
+    except OSError:  # one of them is not there, or its name is impossible
+        return False
 
 
 def _list_tensors(target: Target, report: Report) -> None:

@@ -17,6 +17,7 @@ from hotcold.runtime.errors import HotcoldError
 
 F16_MAX = 65504.0
 F16_MAGNITUDE, F16_INFINITY, F16_MIN_NORMAL = np.uint16(0x7FFF), 0x7C00, 0x0400  # bits
+BF16_INFINITY = 0x7F80
 # The largest magnitude whose block scale still fits F16.
 BLOCK_MAX = {QType.Q8_0: 127 * F16_MAX, QType.Q4_0: 8 * F16_MAX}
 
@@ -108,18 +109,38 @@ def _to_f16(x: np.ndarray, t: LazyTensor, report: Report) -> np.ndarray:
 def _refuse(t: LazyTensor, qtype: QType) -> None:
     """Count over the whole tensor what does not fit, and raise."""
     limit = BLOCK_MAX.get(qtype, F16_MAX if qtype == QType.F16 else float(np.finfo(np.float32).max))
-    bad = n_nan = 0
+    bad = n_broken = 0
     largest = 0.0
     for a, b in t.slabs():
-        x = np.abs(to_float32(t.read(a, b), t.qtype))
-        n_nan += int(np.count_nonzero(np.isnan(x)))
+        raw = t.read(a, b)
+        x = np.abs(raw if t.qtype == QType.F64 else to_float32(raw, t.qtype))
+        n_broken += int(np.count_nonzero(~np.isfinite(x)))
         # F16 rounds up to infinity from 65520 on; blocks overflow beyond the limit itself.
         bad += int(np.count_nonzero(x >= 65520.0 if qtype == QType.F16 else x > limit))
-        largest = max(largest, float(np.nanmax(x, initial=0.0)))
-    if n_nan:
-        raise HotcoldError(f"tensor {t.name}: {n_nan} of {t.n_elements} values are NaN: the source is damaged")
+        largest = max(largest, float(np.max(x, initial=0.0, where=np.isfinite(x))))
+    if n_broken:
+        raise HotcoldError(f"tensor {t.name}: {n_broken} of {t.n_elements} values are NaN or infinite: "
+                           "the source is damaged")
     advice = "use --outtype bf16, f32 or q8_0" if qtype == QType.F16 else "use --outtype bf16 or f32"
     raise HotcoldError(
         f"tensor {t.name}: {bad} of {t.n_elements} values do not fit {qtype.name} "
         f"(largest magnitude {largest:g}, limit {limit:g}): {advice}")
 
+
+
+def count_not_finite(raw: np.ndarray, qtype: QType) -> int:
+    """How many values (of block types: scales) of stored rows are NaN or infinite.
+
+    raw: rows as they are written, any shape; one such value spoils every text, or, in a key row, hides a neuron.
+    """
+    data = raw.reshape(-1).view(np.uint8)
+    if qtype == QType.F32:
+        return data.size // 4 - int(np.count_nonzero(np.isfinite(data.view(np.float32))))
+    if qtype in (QType.F16, QType.BF16):
+        exponent = F16_INFINITY if qtype == QType.F16 else BF16_INFINITY
+        return int(np.count_nonzero(data.view(np.uint16) & F16_MAGNITUDE >= exponent))
+    if qtype in BLOCK_MAX:
+        blocks = data.reshape(-1, gguf.GGML_QUANT_SIZES[qtype][1])
+        scales = np.ascontiguousarray(blocks[:, :2]).view(np.uint16)
+        return int(np.count_nonzero(scales & F16_MAGNITUDE >= F16_INFINITY))
+    return 0

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ import psutil
 
 from hotcold.convert.lazy import LazyTensor
 from hotcold.convert.model import Metadata
+from hotcold.convert.precision import BLOCK_MAX, count_not_finite
 from hotcold.convert.target import Target
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
@@ -34,21 +36,26 @@ MARGIN = 16 << 20  # bytes left free beside the file
 TOKENS = P + "tokens"
 
 
-def write_target(target: Target, out: Path, progress: Callable[[str, int], None], release: Callable[[], None]) -> int:
+def write_target(target: Target, out: Path, progress: Callable[[str, int], None], release: Callable[[], None],
+                 replace: bool = False) -> int:
     """Write `target` as `out` and return its size in bytes.
 
     After each slab of rows, `progress(tensor name, bytes)` and `release()` (memory mapped by reading) are called.
+    replace: a file of this name may be replaced; otherwise one that appears in the meantime is kept.
 
-    Raises HotcoldError when there is not enough space or the file system fails otherwise.
+    Raises HotcoldError when there is not enough space, a weight is not finite, or the file system fails otherwise.
     """
     folder = out.absolute().parent
+    check_name(out, replace)
     remove_leftovers(out)
     check_space(folder, target.n_bytes + metadata_bytes(target.metadata))
     temporary = folder / f".{out.name}.{os.getpid()}.part"
     try:
         _write(target, temporary, out, progress, release)
         _check(temporary, out, weights=True)
-        os.replace(temporary, out)
+        _publish(temporary, out, replace)
+    except FileExistsError:
+        raise exists_already(out) from None
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HotcoldError(f"{folder}: no space left while writing {out.name}: free some or choose another "
@@ -61,12 +68,50 @@ def write_target(target: Target, out: Path, progress: Callable[[str, int], None]
     return out.stat().st_size
 
 
+def check_name(out: Path, replace: bool) -> None:
+    """Raise HotcoldError unless `out` may be made: a new name, or with `replace` a regular file."""
+    try:
+        os.lstat(out)
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise HotcoldError(f"{out}: cannot be written: {e.strerror or e}") from None
+    try:
+        mode = os.stat(out).st_mode
+    except OSError:
+        raise HotcoldError(f"{out}: is a symbolic link that leads nowhere: remove it or choose another name") from None
+    if not stat.S_ISREG(mode):
+        raise HotcoldError(f"{out}: is not a regular file and is never replaced: give a file name with -o")
+    if not replace:
+        raise exists_already(out)
+
+
+def exists_already(out: Path) -> HotcoldError:
+    return HotcoldError(f"{out}: exists already: use --force to replace it (llama.cpp's converter would do so without "
+                        "asking) or -o for another name")
+
+
+def _publish(temporary: Path, out: Path, replace: bool) -> None:
+    """Give the complete file its name. Raises FileExistsError when the name was taken meanwhile."""
+    if replace:
+        os.replace(temporary, out)
+        return
+    try:
+        os.link(temporary, out)  # fails if there is one, which a rename does not
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if os.path.lexists(out):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out)) from None
+        os.replace(temporary, out)
+
+
 def check_space(folder: Path, needed: int) -> None:
     """Raise HotcoldError unless the folder's file system has `needed` bytes and a margin."""
     free = shutil.disk_usage(folder).free
     if free < needed + MARGIN:
-        raise HotcoldError(f"{folder}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free: free some, choose "
-                           "another folder with -o, or a smaller --outtype")
+        raise HotcoldError(f"{folder}: {(needed + MARGIN) / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free: free some, "
+                           "choose another folder with -o, or a smaller --outtype")
 
 
 def remove_leftovers(out: Path) -> None:
@@ -138,6 +183,10 @@ def _write_tensor(file: BinaryIO, t: LazyTensor, progress: Callable[[str, int], 
     written = 0
     for a, b in t.slabs():
         raw = np.ascontiguousarray(t.read(a, b))
+        broken = count_not_finite(raw, t.qtype)
+        if broken:
+            raise HotcoldError(f"tensor {t.name}: {broken} {'scales' if t.qtype in BLOCK_MAX else 'values'} in rows "
+                               f"{a} to {b - 1} are NaN or infinite: the source is damaged")
         file.write(raw.reshape(-1).view(np.uint8).data)
         written += raw.nbytes
         progress(t.name, raw.nbytes)
