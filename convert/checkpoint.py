@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,9 @@ DTYPE_BITS = {
     "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
     "C64": 64,
 }
+
+
+Container = TypeVar("Container", dict[str, Any], list[Any])
 
 
 @dataclass(frozen=True)
@@ -226,8 +229,8 @@ def _entry(path: Path, name: str, value: Any, base: int, file_size: int) -> Stor
     if not isinstance(value, dict):
         raise HotcoldError(f"{where}: its entry is not a JSON object")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if dtype not in DTYPE_BITS:
-        raise HotcoldError(f"{where}: dtype {dtype!r}: supported are {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise HotcoldError(f"{where}: dtype {str(dtype)[:40]!r}: supported are {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**48 for n in shape) or len(shape) > 8:
         raise HotcoldError(f"{where}: shape {str(shape)[:100]}: allowed are up to 8 non-negative integers")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
@@ -250,6 +253,16 @@ def _read_text(path: Path) -> str:
         return path.read_text("utf-8")
     except UnicodeDecodeError as e:
         raise HotcoldError(f"{path}: not UTF-8 text ({e.reason} at byte {e.start}): download it again") from None
+
+
+def typed(value: Any, kind: type[Container], where: str) -> Container:
+    """A JSON object (dict) or array (list), empty for null; HotcoldError naming `where` for anything else."""
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        allowed = "an object" if kind is dict else "an array"
+        raise HotcoldError(f"{where} is {str(value)[:60]!r}: allowed: {allowed} or null")
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Rope, windows. Next: families/.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,8 @@ class ConfigReader:
         return self.check_number(key, self._required(key, default), positive)
 
     def check_number(self, key: str, value: Any, positive: bool = True) -> float:
-        if type(value) not in (int, float) or not math.isfinite(value) or (positive and value <= 0):
+        # Not isfinite(): it fails for integers beyond a float's range.
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max or (positive and value <= 0):
             raise self.fail(key, value, "a positive number" if positive else "a finite number")
         return float(value)
 
@@ -156,12 +158,18 @@ class Rope:
         if self.kind != "llama3":
             return None
         inverse = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-        wavelength = 2 * math.pi / inverse
         low, high = self.orig_ctx / self.low_freq_factor, self.orig_ctx / self.high_freq_factor
-        smooth = (self.orig_ctx / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        between = 1.0 / ((1 - smooth) / self.factor + smooth)
-        factors = np.where(wavelength < high, 1.0, np.where(wavelength > low, self.factor, between))
-        return factors.astype(np.float32)
+        with np.errstate(all="ignore"):  # absurd numbers are refused below
+            wavelength = 2 * math.pi / inverse
+            smooth = (self.orig_ctx / wavelength - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor)
+            between = 1.0 / ((1 - smooth) / self.factor + smooth)
+            factors = np.where(wavelength < high, 1.0, np.where(wavelength > low, self.factor, between))
+            result = factors.astype(np.float32)
+        if not (np.isfinite(result) & (result > 0)).all():
+            raise HotcoldError(f"config.json: rope of type llama3 with theta {self.theta:g}, factor {self.factor:g}: "
+                               "its frequencies are not finite: use the original config.json")
+        return result
 
 
 def read_rope(reader: ConfigReader, n_ctx: int, default_theta: float = 10000.0) -> Rope:
@@ -250,8 +258,7 @@ def read_windows(reader: ConfigReader, n_layer: int, style: str) -> list[int]:
     first = reader.integer("max_window_layers", n_layer, low=0)
     types = reader.get("layer_types")
     if not use or window is None:
-        window = None
-        if types is not None and any(t != "full_attention" for t in types):
+        if types is not None and types != ["full_attention"] * n_layer:
             raise reader.fail("layer_types", types, "full_attention only, as use_sliding_window is false")
         return [0] * n_layer
     window = reader.integer("sliding_window")

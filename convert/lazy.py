@@ -76,7 +76,8 @@ def to_float32(raw: np.ndarray, qtype: QType) -> np.ndarray:
     if qtype in FLOAT_TYPES:
         with np.errstate(over="ignore"):  # float64 that becomes infinite is refused by cast()
             return raw.astype(np.float32, copy=False)
-    return gguf.quants.dequantize(raw, qtype)
+    with np.errstate(all="ignore"):  # scales from a stranger may be inf or NaN: cast() refuses what comes of it
+        return gguf.quants.dequantize(raw, qtype)
 
 
 def columns(t: LazyTensor, start: int, stop: int) -> np.ndarray:

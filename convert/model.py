@@ -6,13 +6,17 @@ Next: neuron_split.py or stock.py, which lay it out for the target.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from gguf import GGUFValueType
 
 from hotcold.convert.lazy import LazyTensor, QType
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import safe_text
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,32 @@ def array(values: list, sub_type: GGUFValueType) -> MetaValue:
 STOCK_ACTIVATION = {
     "llama": "silu", "qwen2": "silu", "qwen3": "silu", "minicpm": "silu", "arcee": "relu2", "opt": "relu",
 }
+
+
+# Ranges of the GGUF types that this package writes from numbers of a stranger's JSON.
+_RANGES = {
+    GGUFValueType.FLOAT32: (-float(np.finfo(np.float32).max), float(np.finfo(np.float32).max)),
+    GGUFValueType.UINT32: (0, 2**32 - 1),
+    GGUFValueType.INT32: (-(2**31), 2**31 - 1),
+}
+
+
+def check_fits(metadata: Metadata) -> None:
+    """Raise HotcoldError, naming the key, for a value that its GGUF type cannot hold, or text that is not Unicode."""
+    for key, meta in metadata.items():
+        kind = meta.sub_type if meta.type == GGUFValueType.ARRAY else meta.type
+        for value in meta.value if isinstance(meta.value, list) else [meta.value]:
+            if isinstance(value, str):
+                try:
+                    value.encode("utf-8")
+                except UnicodeEncodeError:
+                    raise HotcoldError(f"{safe_text(key)}: {ascii(value[:60])} is not valid Unicode: a lone "
+                                       "surrogate or an undecodable name: correct the source") from None
+            elif kind in _RANGES:
+                low, high = _RANGES[kind]
+                if math.isfinite(value) and not low <= value <= high:
+                    raise HotcoldError(f"{safe_text(key)}: {value:g} does not fit {kind.name}, allowed: {low:g} to "
+                                       f"{high:g}: correct the source")
 
 
 @dataclass

@@ -12,6 +12,7 @@ Next: neuron_split.py, stock.py.
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -85,12 +86,15 @@ def _again(t: LazyTensor, what: str, report: Report) -> QType:
 
 
 def outlier_ratio(t: LazyTensor) -> float:
-    """Largest magnitude over the standard deviation (about 0), reading the matrix once."""
+    """Largest magnitude over the standard deviation (about 0), reading the matrix once; NaN if any value is."""
     largest = square = 0.0
     for a, b in t.slabs():
         x = to_float32(t.read(a, b), t.qtype)
         largest = max(largest, float(np.abs(x).max()))
-        square += float(np.sum(x**2, dtype=np.float64))
+        with np.errstate(over="ignore", invalid="ignore"):
+            square += float(np.sum(x**2, dtype=np.float64))
+    if math.isinf(square):  # x^2 beyond float32
+        return math.inf
     return largest / (square / t.n_elements) ** 0.5 if square else 0.0
 
 

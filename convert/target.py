@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import gguf
 
 from hotcold.convert.lazy import FLOAT_TYPES, LazyTensor, QType
-from hotcold.convert.model import Metadata, u32
+from hotcold.convert.model import Metadata, check_fits, u32
 
 FILE_TYPES = {
     QType.F32: gguf.LlamaFileType.ALL_F32, QType.F16: gguf.LlamaFileType.MOSTLY_F16,
@@ -28,6 +28,9 @@ class Target:
     metadata: Metadata  # without general.architecture
     tensors: list[LazyTensor]
     activation: str
+
+    def __post_init__(self) -> None:
+        check_fits(self.metadata)
 
     @property
     def n_bytes(self) -> int:

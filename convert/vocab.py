@@ -13,7 +13,7 @@ from gguf import GGUFValueType, Keys, TokenType
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
-from hotcold.convert.checkpoint import Checkpoint
+from hotcold.convert.checkpoint import Checkpoint, typed
 from hotcold.convert.model import Metadata, array, boolean, string
 from hotcold.convert.precision import Report
 from hotcold.convert.vocab_special import SpecialFiles, chat_template_metadata, read_special_files, special_metadata
@@ -169,6 +169,9 @@ def _from_sentencepiece(checkpoint: Checkpoint, n_rows: int, tokenizer_json: dic
         model.Clear()
     if not model.pieces:
         raise HotcoldError(f"{path}: not a SentencePiece model: download it again, or add tokenizer.json")
+    broken = next((i for i, p in enumerate(model.pieces) if not isinstance(p.piece, str)), None)
+    if broken is not None:
+        raise HotcoldError(f"{path}: piece {broken} is not UTF-8: download the file again")
     if model.trainer_spec.model_type != _SPM_PB.TrainerSpec.BPE:
         name = _SPM_PB.TrainerSpec.ModelType.Name(model.trainer_spec.model_type)
         raise HotcoldError(f"{path}: SentencePiece model type {name}: supported is BPE")
@@ -218,7 +221,7 @@ def _add_tokens(vocab: Vocab, special: SpecialFiles, tokenizer_json: dict[str, A
     added: dict[int, tuple[str, bool]] = {}  # id -> text, special
 
     def add(token_id: Any, text: Any, is_special: bool, where: str) -> None:
-        if isinstance(token_id, str) and token_id.isdecimal():
+        if isinstance(token_id, str) and len(token_id) < 12 and token_id.isdecimal():
             token_id = int(token_id)
         if not isinstance(text, str) or type(token_id) is not int:
             raise HotcoldError(f"{where}: an added token has id {str(token_id)[:40]!r} and text {str(text)[:40]!r}")
@@ -231,11 +234,12 @@ def _add_tokens(vocab: Vocab, special: SpecialFiles, tokenizer_json: dict[str, A
 
     for text, token_id in (checkpoint.json("added_tokens.json") or {}).items():
         add(token_id, text, text in special.texts, "added_tokens.json")
-    for entry in (tokenizer_json or {}).get("added_tokens") or []:
+    for entry in typed((tokenizer_json or {}).get("added_tokens"), list, "tokenizer.json: added_tokens"):
         if not isinstance(entry, dict):
             raise HotcoldError(f"tokenizer.json: an added token is {str(entry)[:60]!r}, expected an object")
         add(entry.get("id"), entry.get("content"), bool(entry.get("special")), "tokenizer.json")
-    for token_id, entry in (special.config.get("added_tokens_decoder") or {}).items():
+    where = "tokenizer_config.json: added_tokens_decoder"
+    for token_id, entry in typed(special.config.get("added_tokens_decoder"), dict, where).items():
         if isinstance(entry, dict):
             add(token_id, entry.get("content"), bool(entry.get("special")), "tokenizer_config.json")
     for i, token in enumerate(vocab.tokens):  # special tokens of the base vocabulary, as in OPT

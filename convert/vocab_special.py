@@ -12,7 +12,7 @@ from typing import Any
 
 from gguf import GGUFValueType, Keys
 
-from hotcold.convert.checkpoint import Checkpoint
+from hotcold.convert.checkpoint import Checkpoint, typed
 from hotcold.convert.model import Metadata, array, boolean, string, u32
 from hotcold.convert.precision import Report
 from hotcold.runtime.errors import HotcoldError
@@ -97,23 +97,24 @@ def template_tokens(tokenizer_json: dict[str, Any] | None) -> tuple[list[str], l
     """Special tokens that the post-processor puts before and after a single text."""
     before: list[str] = []
     after: list[str] = []
+    where = "tokenizer.json: post_processor"
     steps = [(tokenizer_json or {}).get("post_processor")]
     while steps:
         step = steps.pop()
         if not isinstance(step, dict):
             continue
         if step.get("type") == "Sequence":
-            steps += step.get("processors") or []
+            steps += typed(step.get("processors"), list, f"{where}.processors")
         elif step.get("type") == "TemplateProcessing":
             side = before
-            for part in step.get("single") or []:
+            for part in typed(step.get("single"), list, f"{where}.single"):
                 if isinstance(part, dict) and "Sequence" in part:
                     side = after
                 elif isinstance(part, dict) and isinstance(part.get("SpecialToken"), dict):
                     side.append(str(part["SpecialToken"].get("id")))
         elif step.get("type") in ("RobertaProcessing", "BertProcessing"):
-            before.append(str((step.get("cls") or [""])[0]))
-            after.append(str((step.get("sep") or [""])[0]))
+            for name, texts in (("cls", before), ("sep", after)):
+                texts += [str(text) for text in typed(step.get(name), list, f"{where}.{name}")[:1]]
     return before, after
 
 

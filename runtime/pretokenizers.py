@@ -194,7 +194,10 @@ def _flatten(node: Any, key: str) -> list[dict[str, Any]]:
     if not isinstance(node, dict):
         return []
     if node.get("type") == "Sequence":
-        return [s for child in node.get(key) or [] for s in _flatten(child, key)]
+        children = node.get(key) or []
+        if not isinstance(children, list):
+            raise HotcoldError(f"tokenizer.json: {key} is {str(children)[:60]!r}: allowed: an array")
+        return [s for child in children for s in _flatten(child, key)]
     return [node]
 
 

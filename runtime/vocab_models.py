@@ -136,6 +136,10 @@ def _byte_tokens(vocabulary: Vocabulary, where: str) -> dict[int, int]:
             found = ascii(vocabulary.tokens[i][:60])
             raise HotcoldError(f"{where}: {P}token_type: token {i} ({found}) is a byte, allowed: <0x00> to <0xFF>")
         out[i] = byte
+    if out and len(out) < len(names):
+        missing = next(name for name, byte in names.items() if byte not in out.values())
+        raise HotcoldError(f"{where}: {P}token_type: found {len(out)} byte tokens, {missing} is not among them; "
+                           "allowed: none or all 256")  # fmt: skip
     return out
 
 

@@ -1,11 +1,13 @@
 """Broken copies of valid files, and what must survive them.
 
-In: a seed. Out: mutants of the two layouts; `exercise` opens one and touches all of it. Run by test_fuzz.py in a
-process of its own with a memory limit: python -W error tests/fuzzing.py FOLDER SEED COUNT prints how they ended.
+In: a seed. Out: mutants of the two layouts; `exercise` opens one, touches all of it and plans its conversion. Run by
+test_fuzz.py in a process of its own with a memory limit: python -W error tests/fuzzing.py FOLDER SEED COUNT prints how
+they ended. FolderMutator breaks Hugging Face folders.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import resource
@@ -13,18 +15,24 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hostile
 import numpy as np
 from rich.console import Console
 
+from hotcold.convert.gguf_source import load_gguf
+from hotcold.convert.neuron_split import split_neurons
+from hotcold.convert.precision import Report
+from hotcold.convert.stock import to_stock
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
 from hotcold.runtime.gguf_file import DEQUANTIZABLE_TYPES, dequantize, open_gguf
 from hotcold.runtime.inspect import print_file
 from hotcold.runtime.rope import rope_table
+from hotcold.runtime.tokenizer import Tokenizer
 from hotcold.runtime.weights import load_weights
 
 # What a process may grow by while it reads mutants of a file of 50 kB.
@@ -46,6 +54,8 @@ def read_valid(path: Path) -> Valid:
     if exercise(path) != "opened":
         raise SystemExit(f"{path}: a valid file was refused")
     with open_gguf(path) as f:
+        Tokenizer.from_gguf(f)
+        load_gguf(f, Report())
         values = [entry.offset for entry in f._entries.values()]
         return Valid(path.read_bytes(), min(t.offset for t in f.tensors.values()), values)
 
@@ -164,7 +174,71 @@ def exercise(path: Path) -> str:
             load_weights(file, config)
         except HotcoldError:
             return "not its weights"
+        with suppress(HotcoldError):
+            Tokenizer.from_gguf(file).encode("t12 \u00e9")
+        with suppress(HotcoldError):
+            report = Report()
+            model = load_gguf(file, report)
+            plan = split_neurons(model, "auto", report) if config.layout == "stock" else to_stock(
+                model, "auto", None, report)  # fmt: skip
+            touched += plan.n_bytes
         return "opened"
+
+
+JSON_VALUES: list[Any] = [
+    None, 0, 1, -1, 2, 10**400, 1e308, float("nan"), True, False, "", [], {}, "x", [1], ["x"], {"a": 1}, 2**31, 2**64,
+    -(2**63), 3.5, [[]], "silu", "\ud800", "<s>", [None], [{"id": 1}],
+]  # fmt: skip
+
+
+class FolderMutator:
+    """Broken copies of Hugging Face folders: JSON files and safetensors headers with other values, or flipped bytes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def mutate(self, folder: Path) -> str:
+        """Break one file of `folder` in place; returns its name."""
+        kinds = (".json", ".safetensors", ".model")
+        path = self.random.choice(sorted(p for p in folder.iterdir() if p.suffix in kinds))
+        content = path.read_bytes()
+        if path.suffix == ".model" or self.random.random() < 0.15:
+            broken = bytearray(content)
+            for _ in range(self.random.choice((1, 3))):
+                broken[self.random.randrange(min(len(broken), 4000))] = self.random.randrange(256)
+            path.write_bytes(broken)
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(self.values(json.loads(content))))
+        else:
+            size = int.from_bytes(content[:8], "little")
+            header = json.dumps(self.values(json.loads(content[8 : 8 + size]))).encode()
+            path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+        return path.name
+
+    def values(self, root: Any) -> Any:
+        """Delete, replace or copy one to three values."""
+        for _ in range(self.random.choice((1, 1, 1, 2, 3))):
+            places = list(_places(root))
+            if not places:
+                return root
+            where, key = self.random.choice(places)
+            chance = self.random.random()
+            if chance < 0.2:
+                del where[key]
+            elif chance < 0.8:
+                where[key] = self.random.choice(JSON_VALUES)
+            else:
+                source, name = self.random.choice(places)
+                where[key] = copy.deepcopy(source[name])
+        return root
+
+
+def _places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything below a JSON value; long containers by their beginning."""
+    keys = list(node)[:60] if isinstance(node, dict) else range(min(len(node), 25)) if isinstance(node, list) else ()
+    for key in keys:
+        yield node, key
+        yield from _places(node[key])
 
 
 def limit_memory(extra: int) -> None:

@@ -156,7 +156,7 @@ def write_valid(path: Path, split: bool) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(40)])
+    writer.add_token_list([*(f"t{i}" for i in range(37)), "t", "1", "2"])
     writer.add_token_types([1] * 40)
     writer.add_token_merges(["t 1", "t 2"])
     writer.add_bos_token_id(1)

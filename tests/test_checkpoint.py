@@ -13,6 +13,7 @@ from tiny import write_checkpoint, write_safetensors
 
 from hotcold.convert import checkpoint
 from hotcold.convert.checkpoint import INDEX, open_checkpoint, read_header
+from hotcold.convert.families import load_checkpoint
 from hotcold.convert.lazy import QType, to_float32
 from hotcold.convert.precision import Report
 from hotcold.runtime.errors import HotcoldError
@@ -37,6 +38,17 @@ def folder(tmp_path: Path) -> Path:
 def refuse(folder: Path, text: str) -> None:
     with pytest.raises(HotcoldError, match=text):
         open_checkpoint(folder, Report())
+
+
+def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
+    """What one parser still takes, a later step may not."""
+    folder = write_checkpoint(tmp_path / "c", "llama")
+    path = folder / "tokenizer.json"
+    deep = '{"type": "Sequence", "pretokenizers": [' * 400 + "]}" * 400
+    keys = json.loads(path.read_text()) | {"pre_tokenizer": json.loads(deep)}
+    path.write_text(json.dumps(keys))
+    with pytest.raises(HotcoldError, match="unknown pre-tokenizer|nested too deeply|not valid JSON"):
+        load_checkpoint(folder, Report())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

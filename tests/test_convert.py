@@ -204,6 +204,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "arcee-silu": ("arcee", dict(hidden_act="silu"), "hidden_act 'silu': supported .* relu2"),
     "bamboo-silu": ("bamboo", dict(hidden_act="silu"), "hidden_act 'silu': supported .* relu, drelu"),
     "mrope": ("qwen2", dict(use_mrope=True), "multimodal rotation"),
+    "layer-types-number": ("qwen2", dict(layer_types=7), "layer_types is 7: allowed: full_attention only"),
+    "eps-large": ("llama", dict(rms_norm_eps=9.0), "epsilon': found 9.0, allowed"),
+    "theta-f32": ("llama", dict(rope_parameters={"rope_theta": 1e300}), "freq_base: 1e[+]300 does not fit FLOAT32"),
+    "theta-int": ("llama", dict(rope_parameters={"rope_theta": 10**400}), "rope_theta is 1000"),
+    "llama3-factor": ("rope-llama3", dict(rope_parameters={
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 1e300, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}), "its frequencies are not finite"),
+    "original-context": ("rope-yarn", dict(rope_parameters={
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2**40}), "does not fit UINT32"),
     "vocab": ("llama", dict(vocab_size=100), r"embed_tokens.weight has shape \[288, 64\]"),
 }  # fmt: skip
 

@@ -304,6 +304,15 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "added": (lambda t: t.__setitem__("added_tokens", [7]), "an added token is '7'"),
     "added-id": (lambda t: t["added_tokens"][0].pop("id"), "an added token has id 'None'"),
     "pre-tokenizer": (lambda t: t.__setitem__("pre_tokenizer", {"type": "Odd"}), "unknown pre-tokenizer .*supported"),
+    "added-type": (lambda t: t.__setitem__("added_tokens", 7), "added_tokens is '7': allowed: an array or null"),
+    "cutters": (lambda t: t.__setitem__("pre_tokenizer", {"type": "Sequence", "pretokenizers": 7}),
+                "pretokenizers is '7': allowed: an array"),
+    "post-steps": (lambda t: t.__setitem__("post_processor", {"type": "Sequence", "processors": 7}),
+                   "post_processor.processors is '7'"),
+    "post-single": (lambda t: t.__setitem__("post_processor", {"type": "TemplateProcessing", "single": True}),
+                    "post_processor.single is 'True'"),
+    "post-cls": (lambda t: t.__setitem__("post_processor", {"type": "BertProcessing", "cls": {"a": 1}}),
+                 "post_processor.cls is"),
     "two-in-front": (lambda t: t["post_processor"]["processors"][1]["single"].insert(
         0, {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}), "adds <|im_start|>, <|endoftext|> to a text"),
 }  # fmt: skip
@@ -319,6 +328,37 @@ def test_broken_tokenizer_json(case: str, bpe: Path) -> None:
 
     found = error(bpe)
     assert re.search(text.replace("|", r"\|"), found), found
+
+
+def test_added_tokens_decoder_of_another_type(bpe: Path) -> None:
+    change(bpe, "tokenizer_config.json", added_tokens_decoder=["x"])
+    assert "added_tokens_decoder is \"['x']\": allowed: an object or null" in error(bpe)
+
+
+def test_a_chat_template_with_a_lone_surrogate_is_refused(bpe: Path) -> None:
+    change(bpe, "tokenizer_config.json", chat_template="a\ud800")
+    assert "tokenizer.chat_template: 'a\\ud800' is not valid Unicode" in error(bpe)
+
+
+def test_a_sentencepiece_that_is_not_utf8_is_refused(spm: Path) -> None:
+    path = spm / "tokenizer.model"
+    content = path.read_bytes()
+    at = content.index(b"\xe2\x96\x81the")  # a space as SentencePiece writes it
+    path.write_bytes(content[:at] + b"\xff" + content[at + 1:])
+    assert "tokenizer.model: piece " in (text := error(spm)) and "is not UTF-8" in text
+
+
+def test_some_byte_tokens_are_refused_by_name(spm: Path) -> None:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    model = proto.ModelProto()
+    model.ParseFromString((spm / "tokenizer.model").read_bytes())
+    piece = next(p for p in model.pieces if p.piece == "<0x41>")
+    piece.piece, piece.type = "odd", proto.ModelProto.SentencePiece.NORMAL
+    (spm / "tokenizer.model").write_bytes(model.SerializeToString())
+    assert "found 255 byte tokens, <0x41> is not among them; allowed: none or all 256" in error(spm)
+    assert not list(spm.glob("*.gguf")) and not list(spm.glob(".*.part"))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe nonsense", b"tiktoken 1\n"])

@@ -1,20 +1,28 @@
-"""Thousands of broken copies of valid files: each is refused cleanly or opens and can be read to the last byte."""
+"""Thousands of broken copies of valid files and folders: each is refused cleanly, or opens and can be read."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import fuzzing
 import hostile
 import pytest
 
-from hotcold.runtime.errors import GGUFError
+from hotcold.convert import main as convert_main
+from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.errors import GGUFError, HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.tokenizer import Tokenizer
+from hotcold.runtime.weights import load_weights
 
 MUTANTS = 8_000
+FOLDERS = 120  # mutants of each checkpoint
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -60,3 +68,30 @@ def test_every_header_byte_inverted(tmp_path: Path) -> None:
     for at in range(header):
         path.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
         fuzzing.exercise(path)  # lets nothing but a clean refusal pass
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2-window", "opt", "minicpm-s", "rope-llama3", "rope-yarn-tuned",
+                                  "llama-f16"])  # fmt: skip
+def test_broken_folders_are_refused_or_convert_to_what_opens(
+    case: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A TypeError from deep inside would not pass here, nor a file that convert wrote and run refuses."""
+    parser = argparse.ArgumentParser()
+    convert_main.add_arguments(parser)
+    mutator = fuzzing.FolderMutator(sum(case.encode()))
+    folder, out = tmp_path / "m", tmp_path / "o.gguf"
+    converted = 0
+    for _ in range(FOLDERS):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tiny_checkpoint(case), folder)
+        mutator.mutate(folder)
+        try:
+            convert_main.run(parser.parse_args([str(folder), "-o", str(out), "--force"]))
+        except HotcoldError as e:
+            assert "\n" not in str(e)
+            continue
+        converted += 1
+        with open_gguf(out) as f:
+            load_weights(f, ModelConfig.from_gguf(f))
+            Tokenizer.from_gguf(f).encode("hello w\u00f6rld")
+    assert 5 < converted < FOLDERS - 5

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hotcold.convert.checkpoint import open_checkpoint
+from hotcold.convert.checkpoint import Checkpoint, open_checkpoint
 from hotcold.convert.families import arcee, bamboo, llama, minicpm, opt, qwen, sparse_llama
 from hotcold.convert.families.base import Family
 from hotcold.convert.hf_config import ConfigReader
@@ -26,13 +26,19 @@ REGISTRY: dict[str, Family] = {
 
 def load_checkpoint(folder: Path, report: Report, vocab: bool = True, ignore_unknown: bool = False) -> StockModel:
     """A Hugging Face folder as a stock model. Raises HotcoldError naming what is not supported or damaged."""
-    checkpoint = open_checkpoint(folder, report)
+    try:
+        return _load(open_checkpoint(folder, report), report, vocab, ignore_unknown)
+    except RecursionError:  # what one JSON parser takes, another step may not
+        raise HotcoldError(f"{folder}: a JSON file is nested too deeply: download it again") from None
+
+
+def _load(checkpoint: Checkpoint, report: Report, vocab: bool, ignore_unknown: bool) -> StockModel:
     names = checkpoint.config.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     family = REGISTRY.get(name) if isinstance(name, str) else None
     if family is None:
-        raise HotcoldError(f"{folder}: config.json: architecture {name if name else 'missing'}: supported are "
-                           f"{', '.join(sorted(REGISTRY))}")
+        raise HotcoldError(f"{checkpoint.folder}: config.json: architecture {name if name else 'missing'}: supported "
+                           f"are {', '.join(sorted(REGISTRY))}")
     reader = ConfigReader(checkpoint.config)
     model = family.build(checkpoint, reader, report)
     model.release = checkpoint.release
