@@ -6,6 +6,8 @@ In: random matrices in the neuron-split layout. The operators are those the engi
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import FFN, FLOATS, NAMES, close, encode, random_rows, same_bits
 
+from hotcold.runtime.engine import Engine
+from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.kernels import formats
 
 THREADS = (1, 2, 3, 7)
@@ -128,3 +132,17 @@ def test_exact_equals_dense_for_any_shape(data: st.DataObject) -> None:
     ffn = make(rng, activation, gated, types, n_ff, n_embd, pattern, data.draw(st.booleans()))
     x = (rng.standard_normal(n_embd) * data.draw(st.sampled_from([0, 1e-6, 1, 1e5]))).astype(np.float32)
     check(ffn, x, n_threads, 2e-5 if floats else 5e-2)
+
+
+@pytest.mark.parametrize("sparsity", ["exact", "dense"])
+def test_a_broken_key_row_shows(sparsity: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A NaN compares false with every threshold: the neuron must not pass for one that is off."""
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(tiny_model("relu").read_bytes())
+    with open_gguf(path) as file:
+        at = file.tensors["blk.1.ffn_gate.weight"].offset
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(np.float32(np.nan).tobytes())
+    with Engine.open(path, sparsity=sparsity, threads=2) as engine:
+        assert np.isnan(engine.forward([1])).all() and np.isnan(engine.forward(list(range(2, 12)))).all()

@@ -40,7 +40,7 @@ def own_list(o, t, n_threads, keys, ids, values):
                 key = load_f32(keys + 4 * r)
                 store_i32(ids + 4 * n, r)
                 store_f32(values + 4 * n, key)
-                n += key > o.threshold
+                n += not key <= o.threshold  # NaN counts as firing: a broken weight must show
         else:
             for r in range(r0, r1):
                 store_i32(ids + 4 * n, r)

@@ -95,11 +95,11 @@ def activate(code, threshold, src, dst, n):
     if code <= DRELU:
         for i in range(n):
             x = load_f32(src + 4 * i)
-            store_f32(dst + 4 * i, x if x > threshold else ZERO)
+            store_f32(dst + 4 * i, ZERO if x <= threshold else x)  # NaN stays
     elif code == RELU2:
         for i in range(n):
             x = load_f32(src + 4 * i)
-            store_f32(dst + 4 * i, x * x if x > threshold else ZERO)
+            store_f32(dst + 4 * i, ZERO if x <= threshold else x * x)
     elif code == SILU:
         for i in range(0, 4 * n, 64):
             store_w(dst + i, silu_w(load_w(src + i)))
