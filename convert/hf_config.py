@@ -36,7 +36,9 @@ HARMLESS = frozenset("""
 """.split())
 MISSING: Any = object()
 
-MISTRAL_WINDOW = 4096  # where config.json says nothing, as in transformers
+# Where config.json says nothing, as in transformers.
+DEFAULT_WINDOW = 4096
+QWEN_FULL_LAYERS = 28  # Qwen: layers before the first with a window
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -176,11 +178,42 @@ def read_rope(reader: ConfigReader, n_ctx: int, default_theta: float = 10000.0) 
     """`rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (transformers 4)."""
     reader.only("partial_rotary_factor", (1, 1.0), "partial rotation")
     reader.only("rope_interleaved", (False,), "interleaved rotation in the checkpoint")
+    params, key, theta = _rope_parameters(reader)
+    kind = params.pop("rope_type")
+    if kind not in ROPE_TYPES:
+        raise HotcoldError(f"config.json: {key} has type {kind!r}: supported are {', '.join(ROPE_TYPES)}")
+    theta = reader.check_number("rope_theta", default_theta if theta is None else theta)
+    if params.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise HotcoldError(f"config.json: {key}.partial_rotary_factor is not 1: partial rotation is not supported")
+    top_ctx = reader.get("original_max_position_embeddings")
+    if top_ctx is not None:
+        params["original_max_position_embeddings"] = top_ctx
+    rope = _scaling(reader, key, kind, theta, params, n_ctx)
+    if params:
+        raise HotcoldError(f"config.json: {key} of type {kind} has keys that are not supported: "
+                           f"{', '.join(sorted(map(str, params)))}")
+    return rope
+
+
+def _rope_parameters(reader: ConfigReader) -> tuple[dict[str, Any], str, Any]:
+    """-> parameters with `rope_type`, the key they are from, and theta or None. Contradictions are errors."""
+    new, old = _one_set(reader, "rope_parameters"), _one_set(reader, "rope_scaling")
     theta = reader.get("rope_theta")
-    params, key = reader.get("rope_parameters"), "rope_parameters"
-    scaling = reader.get("rope_scaling")
-    if params is None:
-        params, key = scaling or {}, "rope_scaling"
+    for params in (new, old):
+        inner = params.pop("rope_theta", theta)
+        if theta is not None and inner != theta:
+            raise HotcoldError(f"config.json: rope_theta is {str(theta)[:40]} and, elsewhere, {str(inner)[:40]}: keep "
+                               "the one that the model was trained with")
+        theta = inner
+    if new and old and new != old:
+        raise HotcoldError(f"config.json: rope_parameters {str(new)[:100]} and rope_scaling {str(old)[:100]} differ: "
+                           "keep the one that the model was trained with")
+    return (new, "rope_parameters", theta) if new else (old or {"rope_type": "default"}, "rope_scaling", theta)
+
+
+def _one_set(reader: ConfigReader, key: str) -> dict[str, Any]:
+    """The parameters under `key` without nulls, with `rope_type`; {} when the key is missing, null or empty."""
+    params = reader.get(key, {})
     if not isinstance(params, dict):
         raise reader.fail(key, params, "an object or null")
     nested = [v for v in params.values() if isinstance(v, dict)]
@@ -190,27 +223,18 @@ def read_rope(reader: ConfigReader, n_ctx: int, default_theta: float = 10000.0) 
                                f"{str(params)[:200]}")
         params = nested[0]
     params = {k: v for k, v in params.items() if v is not None}
-    kind = params.pop("rope_type", params.get("type", "default"))
-    params.pop("type", None)
-    if kind not in ROPE_TYPES:
-        raise HotcoldError(f"config.json: {key} has type {kind!r}: supported are {', '.join(ROPE_TYPES)}")
-    theta = params.pop("rope_theta", theta)
-    theta = reader.check_number("rope_theta", default_theta if theta is None else theta)
-    if params.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise HotcoldError(f"config.json: {key}.partial_rotary_factor is not 1: partial rotation is not supported")
-    top_ctx = reader.get("original_max_position_embeddings")
-    if top_ctx is not None:
-        params["original_max_position_embeddings"] = top_ctx
-    rope = _scaling(reader, key, kind, theta, params, n_ctx)
-    if params and kind != "default":
-        raise HotcoldError(f"config.json: {key} of type {kind} has keys that are not supported: "
-                           f"{', '.join(sorted(map(str, params)))}")
-    return rope
+    if not params:
+        return {}
+    kind = params.pop("type", "default")
+    return {"rope_type": kind} | params
 
 
 def _scaling(reader: ConfigReader, key: str, kind: str, theta: float, params: dict[str, Any], n_ctx: int) -> Rope:
     """Takes the keys it understands out of `params`."""
     if kind == "default":
+        params.pop("original_max_position_embeddings", None)  # where scaling would begin
+        if params.get("factor") == 1:
+            del params["factor"]
         return Rope(theta, kind)
 
     def number(name: str, default: Any = MISSING) -> Any:
@@ -252,16 +276,16 @@ def read_windows(reader: ConfigReader, n_layer: int, style: str) -> list[int]:
         reader.only("layer_types", (["full_attention"] * n_layer, ["sliding_attention"] * n_layer), "mixed layers")
         if "sliding_window" in reader.config and reader.get("sliding_window") is None:  # null: no window
             return [0] * n_layer
-        return [reader.integer("sliding_window", MISTRAL_WINDOW)] * n_layer
-    window = reader.get("sliding_window")
+        return [reader.integer("sliding_window", DEFAULT_WINDOW)] * n_layer
+    window = reader.get("sliding_window", None if "sliding_window" in reader.config else DEFAULT_WINDOW)
     use = reader.flag("use_sliding_window", False)
-    first = reader.integer("max_window_layers", n_layer, low=0)
+    first = reader.integer("max_window_layers", QWEN_FULL_LAYERS, low=0)
     types = reader.get("layer_types")
     if not use or window is None:
         if types is not None and types != ["full_attention"] * n_layer:
             raise reader.fail("layer_types", types, "full_attention only, as use_sliding_window is false")
         return [0] * n_layer
-    window = reader.integer("sliding_window")
+    window = reader.integer("sliding_window", DEFAULT_WINDOW)
     if types is None:
         return [window if i >= first else 0 for i in range(n_layer)]
     if not isinstance(types, list) or len(types) != n_layer or \

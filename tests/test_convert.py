@@ -178,6 +178,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope-key": ("rope-linear", dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "magic": 1}),
                  "keys that are not supported: magic"),
     "rope-factor": ("rope-linear", dict(rope_parameters={"rope_type": "linear"}), "lacks factor"),
+    "rope-key-of-default": ("llama", dict(rope_parameters={"rope_theta": 1e4, "mrope_section": [4, 4]}),
+                            "of type default has keys that are not supported: mrope_section"),
+    "rope-factor-of-default": ("llama", dict(rope_parameters={"rope_theta": 1e4, "factor": 8.0}), "supported: factor"),
+    "rope-twice": ("llama", dict(rope_scaling={"type": "linear", "factor": 2.0}),
+                   "rope_parameters .*default.* and rope_scaling .*linear.* differ"),
+    "theta-twice": ("llama", dict(rope_theta=5e5), "rope_theta is 500000.0 and, elsewhere, "),
     "rope-partial": ("llama", dict(partial_rotary_factor=0.5), "partial rotation"),
     "rope-nested": ("llama", dict(rope_parameters={"full_attention": {"rope_theta": 1e4},
                                                    "sliding_attention": {"rope_theta": 1e6}}),
@@ -264,6 +270,31 @@ def test_windows(tiny_model: Get) -> None:
     assert window("qwen2") == (0, 0, 0)  # sliding_window 4096 is there, use_sliding_window is false
     assert window("qwen2-window") == (0, 0, 8, 8)
     assert window("qwen2-window", dialect=4) == (0, 0, 8, 8)  # without layer_types
+
+
+def test_windows_of_qwen_where_config_json_says_nothing(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    """As transformers has it: 4096 tokens, from layer 28 on."""
+    folder = edited(tiny_checkpoint("qwen2-window", num_hidden_layers=30), tmp_path,
+                    remove=("sliding_window", "max_window_layers", "layer_types"))
+    run_convert(folder, "-o", tmp_path / "o.gguf")
+    with open_gguf(tmp_path / "o.gguf") as f:
+        assert ModelConfig.from_gguf(f).window == (0,) * 28 + (4096,) * 2
+
+
+def test_a_window_of_null_is_none(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    folder = edited(tiny_checkpoint("qwen2-window"), tmp_path, remove=("layer_types",), sliding_window=None)
+    run_convert(folder, "-o", tmp_path / "o.gguf")
+    with open_gguf(tmp_path / "o.gguf") as f:
+        assert ModelConfig.from_gguf(f).window == (0, 0, 0, 0)
+
+
+def test_rope_said_twice_alike(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    folder = edited(tiny_checkpoint("rope-linear"), tmp_path, rope_theta=5000.0,
+                    rope_scaling={"type": "linear", "factor": 2.5})
+    run_convert(folder, "-o", tmp_path / "o.gguf")
+    with open_gguf(tmp_path / "o.gguf") as f:
+        rope = ModelConfig.from_gguf(f).rope
+        assert rope is not None and (rope.scaling, rope.factor, rope.freq_base) == ("linear", 2.5, 5000.0)
 
 
 def test_mistral_without_the_key_has_the_default_window(tiny_checkpoint: Get, tmp_path: Path) -> None:
