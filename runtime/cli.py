@@ -10,6 +10,7 @@ A traceback is a bug.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotcold.runtime.console import complain, discard, emit, end_notes, fill_streams, printable
+from hotcold.runtime.console import complain, discard, emit, end_notes, fill_streams, printable, read_input
 from hotcold.runtime.errors import HotcoldError
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             emit(sys.stdout)
     except HotcoldError as error:
         complain(f"hotcold: error: {_one_line(error)}")
+        return 1
+    except MemoryError as error:
+        complain(f"hotcold: error: not enough memory{': ' * bool(error.args)}{_one_line(error)}")
         return 1
     except KeyboardInterrupt:
         complain("")
@@ -228,7 +232,7 @@ def _pieces(
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from hotcold.runtime.console import TextOut
+    from hotcold.runtime.console import TextOut, input_lines
     from hotcold.runtime.repl import Repl, ReplOptions, run_lines
 
     options = ReplOptions(_sampling(args), args.system_prompt, args.predict, args.ignore_eos, args.stop)
@@ -243,7 +247,7 @@ def _chat(args: argparse.Namespace) -> int:
             repl.send(args.prompt)
             return 1 if repl.failed else 0
         if not terminal:
-            return run_lines(Repl(model, options, out), sys.stdin.buffer)
+            return run_lines(Repl(model, options, out), input_lines(sys.stdin.buffer))
 
         from hotcold.runtime.terminal import Interrupts, run_terminal
 
@@ -290,15 +294,13 @@ def _prompt(args: argparse.Namespace) -> str:
         _check_text("-p", args.prompt)
         return str(args.prompt)
     if args.file is not None:
-        try:
-            raw = args.file.read_bytes()
-        except OSError as error:
-            raise HotcoldError(f"cannot read the prompt from {args.file}: {error.strerror or error}") from error
         name = str(args.file)
+        raw = read_input(name, lambda: args.file.open("rb"))
     else:
         if sys.stdin.isatty():
             args.parser.error("no prompt: give -p TEXT or -f FILE, or pipe it in (hotcold chat has a conversation)")
-        raw, name = sys.stdin.buffer.read(), "standard input"
+        name = "standard input"
+        raw = read_input(name, lambda: contextlib.nullcontext(sys.stdin.buffer))
         if not raw:
             args.parser.error("no prompt: standard input is empty; give -p TEXT or -f FILE")
     try:

@@ -1,4 +1,4 @@
-"""What the commands print: the model's text on stdout, notes and timings on stderr.
+"""What the commands print and read: the model's text on stdout, notes and timings on stderr, prompts on stdin.
 
 In: pieces of text, GenerationStats. Out: streams that scripts can use and terminals can survive. Next: cli.py, repl.py.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from hotcold.runtime.errors import HotcoldError
 
 if TYPE_CHECKING:
     from hotcold.runtime.generate import GenerationStats
 
+MAX_INPUT = 64 << 20  # bytes of a prompt or a line: more than any context holds
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but newline and tab
 
 
@@ -74,6 +77,29 @@ def _try_stderr(text: str) -> None:
 def note(line: str) -> None:
     """One line on stderr about what the program does or decided."""
     complain(f"hotcold: {printable(line)}")
+
+
+def read_input(name: str, open_: Callable[[], AbstractContextManager[BinaryIO]]) -> bytes:
+    """All of a prompt's source. Raises HotcoldError when it cannot be read or has no end in sight."""
+    try:
+        with open_() as stream:
+            raw = stream.read(MAX_INPUT + 1)
+    except OSError as error:
+        raise HotcoldError(f"cannot read the prompt from {name}: {error.strerror or error}") from error
+    if len(raw) > MAX_INPUT:
+        raise HotcoldError(f"the prompt from {name} is larger than {MAX_INPUT >> 20} MiB: not read further")
+    return raw
+
+
+def input_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Lines of standard input. Raises HotcoldError for one that has no end in sight."""
+    try:
+        while line := stream.readline(MAX_INPUT + 1):
+            if len(line) > MAX_INPUT:
+                raise HotcoldError(f"a line of standard input is longer than {MAX_INPUT >> 20} MiB: not read further")
+            yield line
+    except OSError as error:
+        raise HotcoldError(f"cannot read standard input: {error.strerror or error}") from error
 
 
 class TextOut:

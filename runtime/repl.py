@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotcold.runtime.console import TextOut, note, share_line
+from hotcold.runtime.console import MAX_INPUT, TextOut, note, share_line
 from hotcold.runtime.conversation import Conversation, read_conversation
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.generate import ContextFull, GenerationStats
@@ -244,21 +244,25 @@ def run_lines(repl: Repl, lines: Iterable[bytes]) -> int:
 
     Lines that are not UTF-8 are refused, with their number.
     """
-    held = ""
+    held: list[str] = []
+    size = 0  # characters in `held`
     for number, raw in enumerate(lines, 1):
         try:
-            line = held + raw.decode("utf-8").rstrip("\r\n")
+            line = raw.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             note(f"line {number} of the input is not UTF-8 (byte {error.start}): not sent")
-            repl.failed, held = True, ""
+            repl.failed, held, size = True, [], 0
             continue
+        size += len(line)
+        if size > MAX_INPUT:
+            raise HotcoldError(f"a message is longer than {MAX_INPUT >> 20} MiB: not read further (line {number})")
         if line.endswith("\\"):
-            held = line[:-1] + "\n"
+            held.append(line[:-1] + "\n")
             continue
-        held = ""
-        if not repl.handle(line):
+        message, held, size = "".join([*held, line]), [], 0
+        if not repl.handle(message):
             break
     else:
         if held:
-            repl.handle(held)
+            repl.handle("".join(held))
     return 1 if repl.failed else 0

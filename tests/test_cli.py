@@ -213,6 +213,37 @@ def test_a_prompt_file_that_is_missing_is_named(run: Run, model: Path) -> None:
     assert code == 1 and "/nonexistent.txt" in err
 
 
+def test_endless_input_is_refused(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotcold.runtime.console.MAX_INPUT", 1 << 20)
+    monkeypatch.setattr("hotcold.runtime.repl.MAX_INPUT", 1 << 20)
+    text = bytes((1 << 20) + 1)
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(text)
+    for arguments, stdin in (
+        (["run", model, "-f", file], b""), (["run", model], text), (["chat", model], text),
+        (["chat", model], (b"a" * 1000 + b"\\\n") * 1100),
+    ):  # fmt: skip
+        code, out, err = run(*arguments, stdin=stdin)
+        assert (code, out) == (1, "")
+        assert "er than 1 MiB: not read further" in err.splitlines()[-1]
+
+
+def test_a_prompt_that_cannot_be_read_is_named(run: Run, model: Path, tmp_path: Path) -> None:
+    code, out, err = run("run", model, "-f", tmp_path)
+    assert (code, out) == (1, "") and f"cannot read the prompt from {tmp_path}" in err
+
+
+@pytest.mark.parametrize("error", [MemoryError(), MemoryError("Unable to allocate\n9 PiB")])
+def test_lack_of_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, model: Path, error: MemoryError) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Model, "open", refuse)
+    code, _, err = run("run", model, "-p", "a")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("hotcold: error: not enough memory") and ("9 PiB" in err) == bool(error.args)
+
+
 def test_inspect_prints_the_model(run: Run, model: Path) -> None:
     code, out, _ = run("inspect", model)
     assert code == 0 and "ffn_up_down" in out
