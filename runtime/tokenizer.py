@@ -10,6 +10,7 @@ tokens: that is the mode for text from people. Thread-safe after construction.
 from __future__ import annotations
 
 import codecs
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as _Library
 
+from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 from hotcold.runtime.vocab import TokenType, Vocabulary, read_vocabulary
 from hotcold.runtime.vocab_models import BPEModel, SPMModel, VocabularyModel
@@ -84,7 +86,8 @@ class Tokenizer:
         """Token ids of `text`.
 
         add_special: BOS in front and EOS behind where the model wants them; a BOS already there is not doubled.
-        parse_special: control tokens written in the text become those tokens. Lone surrogates become U+FFFD.
+        parse_special: control tokens written in the text become those tokens.
+        Raises HotcoldError for what is not a str, and for lone surrogates, which are no characters.
         """
         ids = self._encode(text, parse_special)
         return self._with_special(ids) if add_special else ids
@@ -132,12 +135,32 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Text of `ids`, as Hugging Face decodes it.
 
-        Control tokens are skipped unless keep_special. Ids past the vocabulary are "". Bytes that are no UTF-8 become
-        U+FFFD. The space that SentencePiece vocabularies put in front of text is taken away.
+        Control tokens are skipped unless keep_special. Bytes that are no UTF-8 become U+FFFD. The space that
+        SentencePiece vocabularies put in front of text is taken away. The embedding of a model may have more rows
+        than the vocabulary has tokens: ids from n_vocab on are "", up to twice n_vocab or n_vocab + 1024, whichever
+        is more. Raises HotcoldError for ids that no model has (negative, larger) and for what is not a whole number.
         """
+        ids = self._checked(ids)
         if isinstance(self._model, SPMModel):
             return self._decode_spm(self._model, ids, keep_special)
         return b"".join(self._piece(i, keep_special) for i in ids).decode("utf-8", "replace")
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        try:
+            each = iter(ids)
+        except TypeError:
+            raise HotcoldError(f"decode: expected token ids, got {ids!r:.60}: [id] decodes a single one") from None
+        limit = max(2 * self.n_vocab, self.n_vocab + 1024)
+        checked: list[int] = []
+        for token_id in each:
+            try:
+                number = operator.index(token_id)
+            except TypeError:
+                raise HotcoldError(f"decode: a token id must be a whole number, got {token_id!r:.60}") from None
+            if not 0 <= number < limit:
+                raise HotcoldError(f"decode: no token has the id {number}: the vocabulary has {self.n_vocab} tokens")
+            checked.append(number)
+        return checked
 
     def _decode_spm(self, model: SPMModel, ids: Iterable[int], keep_special: bool) -> str:
         out: list[str] = []
@@ -235,11 +258,23 @@ class _Finder:
 
 
 def _encodable(text: str) -> str:
-    """Surrogate pairs joined, lone surrogates replaced by U+FFFD: the libraries take only real characters."""
+    """Surrogate pairs joined: the libraries take only real characters. Raises HotcoldError for anything else."""
+    if not isinstance(text, str):
+        raise HotcoldError(f"encode: the text must be a str, got {text!r:.60}")
     if text.isascii():
         return text
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return _joined(text)
     return text
+
+
+def _joined(text: str) -> str:
+    try:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        at, code = next((i, ord(c)) for i, c in enumerate(text) if 0xD800 <= ord(c) < 0xE000)
+        raise HotcoldError(
+            f"encode: the text has half a surrogate pair (U+{code:04X} near character {at}), which is no character"
+        ) from None
