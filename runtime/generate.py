@@ -70,6 +70,7 @@ class Session:
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        """tokenizer: None for a file without vocabulary; then only logits can be computed."""
         self.engine = engine
         self._tokenizer = tokenizer
         self._cached: list[int] = []  # may run ahead of engine.n_past after an interruption: see _common
@@ -162,47 +163,51 @@ class Session:
         filter_ = StopFilter([stop] if isinstance(stop, str) else stop)
         text = self.tokenizer.stream(continues=continues)
         tokens = [int(t) for t in prompt]
-        stats.prompt_tokens = len(tokens)
-        eog = [i for i in self.tokenizer.eog_ids if i < self.engine.config.n_vocab]
         self.engine.reset_stats()
         sampler.forget()
         sampler.accept(tokens)
         try:
-            logits = self._timed_prompt(tokens, stats)
-            while True:
-                if max_tokens is not None and 0 <= max_tokens <= stats.generated_tokens:
-                    stats.stop_reason = "length"
-                    break
-                if stats.generated_tokens > 0:
-                    if len(tokens) > self.engine.n_ctx:
-                        stats.stop_reason = "context"
-                        break
-                    logits = self._timed_step(tokens, stats)
-                began = time.perf_counter()
-                if ignore_eog:
-                    logits[eog] = -np.inf
-                token = sampler.sample(logits)
-                sampler.accept([token])
-                stats.sample_seconds += time.perf_counter() - began
-                if token in self.tokenizer.eog_ids:
-                    stats.stop_reason = "eog"
-                    break
-                tokens.append(token)
-                stats.generated_tokens += 1
+            for token in self._draw(tokens, sampler, max_tokens, ignore_eog, stats):
                 piece = "" if self.tokenizer.is_control(token) else filter_.put(text.put(token))
                 if piece:
                     yield piece
                 if filter_.hit:
                     stats.stop_reason = "stop"
-                    break
-            if not filter_.hit:
-                rest = filter_.put(text.flush())
-                rest += filter_.flush()
-                if rest:
-                    yield rest
+                    return
+            rest = filter_.put(text.flush())
+            rest += filter_.flush()
+            if rest:
+                yield rest
         finally:
             if stats.eval_runs:
                 stats.shares = np.asarray(self.engine.share_computed(), dtype=np.float64)
+
+    def _draw(
+        self, tokens: list[int], sampler: Sampler, max_tokens: int | None, ignore_eog: bool, stats: GenerationStats
+    ) -> Iterator[int]:
+        """The tokens that continue `tokens`, appended there too, until the model, max_tokens or the context ends it."""
+        stats.prompt_tokens = len(tokens)
+        eog = [i for i in self.tokenizer.eog_ids if i < self.engine.config.n_vocab]
+        logits = self._timed_prompt(tokens, stats)
+        while max_tokens is None or max_tokens < 0 or stats.generated_tokens < max_tokens:
+            if stats.generated_tokens > 0:
+                if len(tokens) > self.engine.n_ctx:
+                    stats.stop_reason = "context"
+                    return
+                logits = self._timed_step(tokens, stats)
+            began = time.perf_counter()
+            if ignore_eog:
+                logits[eog] = -np.inf
+            token = sampler.sample(logits)
+            sampler.accept([token])
+            stats.sample_seconds += time.perf_counter() - began
+            if token in self.tokenizer.eog_ids:
+                stats.stop_reason = "eog"
+                return
+            tokens.append(token)
+            stats.generated_tokens += 1
+            yield token
+        stats.stop_reason = "length"
 
     def _timed_prompt(self, tokens: list[int], stats: GenerationStats) -> npt.NDArray[np.float32]:
         began = time.perf_counter()
@@ -219,9 +224,13 @@ class Session:
 
 
 class StopFilter:
-    """Passes text through up to the first stop string; holds back what may turn out to be the beginning of one."""
+    """Passes text through up to the first stop string; holds back what may turn out to be the beginning of one.
+
+    hit: a stop string has come; nothing is passed any more.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        """Raises HotcoldError unless all stops are text with at least one character."""
         for stop in stops:
             if not isinstance(stop, str) or not stop:
                 raise HotcoldError(f"stop strings must be non-empty text, got {stop!r}")
