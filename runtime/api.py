@@ -38,13 +38,15 @@ _log = logging.getLogger("hotcold")
 class Model:
     """A model in memory. Open it with Model.open; several may be open at once. After close() every use is an error.
 
-    Calls may come from several Python threads; they take turns. `stats` describes the last generation.
+    Calls may come from several Python threads; they take turns. `config` holds the file's numbers (layers, heads,
+    vocabulary, ...), `stats` describes the last generation: tokens, seconds, why it ended.
     """
 
     config: ModelConfig
     stats: GenerationStats
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, notify: Callable[[str], None] = _log.info) -> None:
+        """Take over an open engine, which close() closes. Model.open is the usual way in."""
         self._session: Session | None = Session(engine, tokenizer)
         self._notify = notify
         self.config = engine.config
@@ -153,7 +155,10 @@ class Model:
         return self._generate(self.encode_chat(messages), params, max_tokens, stop, continues=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer."""
+        """Token ids of a conversation, ready for the assistant's answer. messages: as for chat.
+
+        Raises HotcoldError for messages that are not like that, or that the template refuses.
+        """
         _ = self.session  # closed?
         return self.template.encode(self.tokenizer, [dict(m) for m in messages], add_generation_prompt=True)
 
