@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import stat
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,7 +221,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("duplicate names")
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{twice[:60]!r} stands twice in one object")
     return result
 
 
@@ -268,7 +270,7 @@ def typed(value: Any, kind: type[Container], where: str) -> Container:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
     try:
-        value = json.loads(_read_text(path))
+        value = json.loads(_read_text(path), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as e:
         raise HotcoldError(f"{path}: not valid JSON ({e}): download it again") from None
     if not isinstance(value, dict):

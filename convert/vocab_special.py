@@ -49,7 +49,8 @@ def read_special_files(checkpoint: Checkpoint) -> SpecialFiles:
         more += [_text(t) for t in (extra if isinstance(extra, list) else [])]
     model_ids = {k: v for k, v in checkpoint.config.items() if k.endswith("_token_id") and v is not None}
     generation = checkpoint.json("generation_config.json") or {}
-    model_ids["all_eos"] = _ids(generation.get("eos_token_id")) + _ids(checkpoint.config.get("eos_token_id"))
+    model_ids["all_eos"] = [*_ids(generation.get("eos_token_id"), "generation_config.json: eos_token_id"),
+                            *_ids(checkpoint.config.get("eos_token_id"), "config.json: eos_token_id")]
     return SpecialFiles(config, token, model_ids, frozenset({*token.values(), *(t for t in more if t)}))
 
 
@@ -60,9 +61,13 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if type(v) is int]
+def _ids(value: Any, where: str) -> list[int]:
+    """Token ids of a config file: one, a list of them, or null. Raises HotcoldError naming `where` otherwise."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for v in values:
+        if type(v) is not int:
+            raise HotcoldError(f"{where} is {str(value)[:60]!r}: allowed: a token id, a list of them, or null")
+    return values
 
 
 def special_metadata(special: SpecialFiles, tokens: list[str], tokenizer_json: dict[str, Any] | None, spm: bool,
@@ -79,7 +84,11 @@ def special_metadata(special: SpecialFiles, tokens: list[str], tokenizer_json: d
         text = special.token.get(name)
         if text is not None and text not in id_of:
             raise HotcoldError(f"tokenizer_config.json: {name}_token is {text!r}, which is not in the vocabulary")
-        candidates = [id_of.get(text or ""), *_ids(special.model_ids.get(f"{name}_token_id")), spm_ids.get(name)]
+        from_config = _ids(special.model_ids.get(f"{name}_token_id"), f"config.json: {name}_token_id")
+        for value in from_config:
+            if not 0 <= value < len(tokens):
+                report.note(f"config.json: {name}_token_id {value} is not in the vocabulary of {len(tokens)}: left out")
+        candidates = [id_of.get(text or ""), *from_config, spm_ids.get(name)]
         for value in candidates if text is None else candidates[:1]:
             if value is not None and 0 <= value < len(tokens):
                 ids[name] = value

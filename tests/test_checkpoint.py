@@ -82,7 +82,7 @@ HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
     "not-utf8": (b'{"\xff": 1}', b"", None, "not valid JSON"),
     "deep": (b"[" * 100000, b"", None, "not valid JSON"),
     "list": ([], b"", None, "not a JSON object"),
-    "duplicate": (b'{"x": {}, "x": {}}', b"", None, "duplicate names"),
+    "duplicate": (b'{"x": {}, "x": {}}', b"", None, "stands twice"),
     "entry": ({"x": 1}, b"", None, "'x': its entry is not a JSON object"),
     "dtype": ({"x": entry("Q8", (8,), (0, 8))}, bytes(8), None, "dtype 'Q8'"),
     "negative": ({"x": entry(shape=(-2,))}, bytes(8), None, "shape"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -376,3 +377,20 @@ def test_unigram_sentencepiece_is_refused(spm: Path) -> None:
     model.trainer_spec.model_type = proto.TrainerSpec.UNIGRAM
     (spm / "tokenizer.model").write_bytes(model.SerializeToString())
     assert "SentencePiece model type UNIGRAM: supported is BPE" in error(spm)
+
+
+@pytest.mark.parametrize("value", ["x", {}, [1, "x"], 1.5, True])
+def test_token_ids_of_a_wrong_type_are_refused(value: object, tiny_checkpoint: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": value}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HotcoldError, match=r"config\.json: eos_token_id"):
+        run_convert(folder, "-o", tmp_path / "out.gguf")
+
+
+def test_a_key_that_stands_twice_is_refused(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.rstrip().removesuffix("}") + ', "hidden_act": "relu"}')
+    with pytest.raises(HotcoldError, match="'hidden_act' stands twice"):
+        run_convert(folder, "-o", tmp_path / "out.gguf")
