@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import gguf
 import numpy as np
 
+from hotcold.runtime.gguf_file import dequantize
+from hotcold.runtime.kernels import formats
+
 QType = gguf.GGMLQuantizationType
 
 FLOAT_TYPES = (QType.F64, QType.F32, QType.F16, QType.BF16)
-NATIVE_TYPES = (QType.F32, QType.F16, QType.BF16, QType.Q8_0, QType.Q4_0)  # what the runtime computes with
 
 SLAB_BYTES = 32 << 20  # float32 bytes of one slab of rows
 SLAB_ALIGN = 256       # slabs of a transposed matrix cut its source at whole blocks of any type (K-quants: 256)
@@ -49,19 +51,13 @@ class LazyTensor:
 
     @property
     def n_bytes(self) -> int:
-        return self.n_elements // self.shape[-1] * row_bytes(self.shape[-1], self.qtype)
+        return self.n_elements // self.shape[-1] * formats.row_bytes(self.qtype, self.shape[-1])
 
     def slabs(self) -> list[tuple[int, int]]:
         """Row ranges [(start, stop)] that together cover the tensor."""
         per_row = 4 * (self.n_elements // self.n_rows)
         step = max(SLAB_ALIGN, SLAB_BYTES // per_row // SLAB_ALIGN * SLAB_ALIGN)
         return [(a, min(a + step, self.n_rows)) for a in range(0, self.n_rows, step)]
-
-
-def row_bytes(cols: int, qtype: QType) -> int:
-    """Bytes of one row of `cols` elements; `cols` must be a multiple of the type's block."""
-    block, size = gguf.GGML_QUANT_SIZES[qtype]
-    return cols // block * size
 
 
 def from_array(name: str, array: np.ndarray, qtype: QType, shape: tuple[int, ...], origin: str) -> LazyTensor:
@@ -71,13 +67,10 @@ def from_array(name: str, array: np.ndarray, qtype: QType, shape: tuple[int, ...
 
 def to_float32(raw: np.ndarray, qtype: QType) -> np.ndarray:
     """Own form -> float32 [n, cols] (or [n])."""
-    if qtype == QType.BF16:
-        return (raw.astype(np.uint32) << 16).view(np.float32)
-    if qtype in FLOAT_TYPES:
+    if qtype in (QType.F64, QType.F32):
         with np.errstate(over="ignore"):  # float64 that becomes infinite is refused by cast()
             return raw.astype(np.float32, copy=False)
-    with np.errstate(all="ignore"):  # scales from a stranger may be inf or NaN: cast() refuses what comes of it
-        return gguf.quants.dequantize(raw, qtype)
+    return dequantize(raw, qtype)
 
 
 def columns(t: LazyTensor, start: int, stop: int) -> np.ndarray:

@@ -51,12 +51,6 @@ def array(values: list, sub_type: GGUFValueType) -> MetaValue:
     return MetaValue(values, GGUFValueType.ARRAY, sub_type)
 
 
-# What a stock file of an architecture computes when no key says otherwise.
-STOCK_ACTIVATION = {
-    "llama": "silu", "qwen2": "silu", "qwen3": "silu", "minicpm": "silu", "arcee": "relu2", "opt": "relu",
-}
-
-
 # Ranges of the GGUF types that this package writes from numbers of a stranger's JSON.
 _RANGES = {
     GGUFValueType.FLOAT32: (-float(np.finfo(np.float32).max), float(np.finfo(np.float32).max)),

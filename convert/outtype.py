@@ -17,8 +17,9 @@ import re
 
 import numpy as np
 
-from hotcold.convert.lazy import FLOAT_TYPES, NATIVE_TYPES, LazyTensor, QType, to_float32
+from hotcold.convert.lazy import FLOAT_TYPES, LazyTensor, QType, to_float32
 from hotcold.convert.precision import Report
+from hotcold.runtime.kernels import formats
 
 OUTTYPES = {"f32": QType.F32, "f16": QType.F16, "bf16": QType.BF16, "q8_0": QType.Q8_0, "q4_0": QType.Q4_0}
 EMBEDDINGS = ("token_embd.weight", "output.weight")
@@ -47,13 +48,14 @@ def plain_type(t: LazyTensor, outtype: str, auto: QType | None, report: Report) 
         wanted = auto
     elif t.was is not None:
         wanted = _again(t, f"{t.was.name} down matrices", report)
-    elif t.qtype in NATIVE_TYPES:
+    elif t.qtype in formats.NATIVE:
         return t.qtype
     elif t.qtype == QType.F64:
         wanted = QType.F32
     else:
         wanted = QType.Q8_0
-        report.note(f"auto: {t.qtype.name} tensors become Q8_0: the runtime computes with F32, F16, BF16, Q8_0, Q4_0")
+        report.note(f"auto: {t.qtype.name} tensors become Q8_0: the runtime computes with "
+                    f"{', '.join(QType(n).name for n in formats.NATIVE)}")
     return fits(t.name, t.shape[-1], wanted, report)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from gguf import GGUFValueType
 
 from hotcold.convert.lazy import LazyTensor, scaled
-from hotcold.convert.model import STOCK_ACTIVATION, Metadata, StockModel, array, string, u32
+from hotcold.convert.model import Metadata, StockModel, array, string, u32
 from hotcold.convert.outtype import plain_type
 from hotcold.convert.precision import Report, cast
 from hotcold.convert.target import Target
 from hotcold.runtime import schema
+from hotcold.runtime.config import STOCK_ACTIVATIONS
 from hotcold.runtime.errors import HotcoldError
 
 KEY_RELU_AS_SILU = "hotcold.relu_as_silu"  # u32 K: the weights carry the factors below
@@ -75,7 +76,7 @@ def _activation_metadata(model: StockModel, k: int | None, report: Report) -> Me
         return {KEY_RELU_AS_SILU: u32(k)}
     if model.arch == "opt":
         report.note("warning: stock llama.cpp has no opt architecture: hotcold reads this file, llama.cpp does not")
-    usual = STOCK_ACTIVATION[model.arch]
+    usual = STOCK_ACTIVATIONS[model.arch]
     if model.activation == usual and not any(model.thresholds):
         return {}
     metadata = {schema.KEY_ACTIVATION: string(model.activation)}

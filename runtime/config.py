@@ -26,8 +26,9 @@ _MAX_HEAD_DIM = 1024
 _MAX_CONTEXT = 1 << 24
 _MAX_VOCAB = 1 << 24
 
-_STOCK_ACTIVATIONS = {"llama": "silu", "qwen2": "silu", "qwen3": "silu", "minicpm": "silu", "arcee": "relu2",
-                      "opt": "relu"}  # fmt: skip
+# What a stock file of an architecture computes when no key says otherwise.
+STOCK_ACTIVATIONS = {"llama": "silu", "qwen2": "silu", "qwen3": "silu", "minicpm": "silu", "arcee": "relu2",
+                     "opt": "relu"}  # fmt: skip
 _INTERLEAVED_ROPE = ("llama", "minicpm", "arcee")
 _LEARNED_POSITIONS = ("opt",)
 _LAYER_NORM = ("opt",)
@@ -227,7 +228,7 @@ def _ffn(keys: Keys, n_layer: int, n_embd: int) -> tuple[str, str, bool, tuple[i
     if split and keys.integer(schema.KEY_VERSION, 1, (1 << 32) - 1) > schema.VERSION:
         raise keys.error(f"key '{schema.KEY_VERSION}'", keys.raw(schema.KEY_VERSION),
                          f"up to {schema.VERSION}: the file is from a newer hotcold, upgrade this one")  # fmt: skip
-    activation = keys.text(schema.KEY_ACTIVATION, default=None if split else _STOCK_ACTIVATIONS[keys.arch])
+    activation = keys.text(schema.KEY_ACTIVATION, default=None if split else STOCK_ACTIVATIONS[keys.arch])
     if activation not in schema.ACTIVATIONS:
         raise keys.error(f"key '{schema.KEY_ACTIVATION}'", show(activation), ", ".join(schema.ACTIVATIONS))
     with_gate = [schema.block(layer, schema.FFN_GATE) in keys.file.tensors for layer in range(n_layer)]

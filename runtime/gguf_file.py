@@ -24,10 +24,7 @@ from gguf import GGUFValueType as ValueType
 from hotcold.runtime.errors import GGUFError
 from hotcold.runtime.gguf_parse import SCALARS, Entry, Header, TensorInfo, parse, safe_text, type_text
 
-__all__ = ["DEQUANTIZABLE_TYPES", "NATIVE_TYPES", "GGUFFile", "TensorInfo", "dequantize", "open_gguf", "safe_text"]
-
-# Computed by the kernels as they are.
-NATIVE_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0)
+__all__ = ["DEQUANTIZABLE_TYPES", "GGUFFile", "TensorInfo", "dequantize", "open_gguf", "safe_text"]
 
 # What gguf.quants turns into float32. Names, because older gguf packages lack the newest types.
 _DEQUANTIZABLE_NAMES = (

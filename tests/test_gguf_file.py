@@ -19,14 +19,8 @@ import numpy as np
 import pytest
 
 from hotcold.runtime.errors import GGUFError
-from hotcold.runtime.gguf_file import (
-    DEQUANTIZABLE_TYPES,
-    NATIVE_TYPES,
-    GGUFFile,
-    dequantize,
-    open_gguf,
-    safe_text,
-)
+from hotcold.runtime.gguf_file import DEQUANTIZABLE_TYPES, GGUFFile, dequantize, open_gguf, safe_text
+from hotcold.runtime.kernels.formats import NATIVE
 
 Types = gguf.GGMLQuantizationType
 
@@ -316,7 +310,7 @@ def test_the_list_of_dequantizable_types_is_the_package_s() -> None:
         except NotImplementedError:
             pass
     assert able == set(DEQUANTIZABLE_TYPES)
-    assert set(NATIVE_TYPES) <= able
+    assert set(NATIVE) <= able
 
 
 def test_dequantize_refuses_other_types() -> None:
