@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hotcold.runtime.console import complain, discard, emit, end_notes, fill_streams, printable, read_input
 from hotcold.runtime.errors import HotcoldError
@@ -60,9 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
 
 
+class _Parser(argparse.ArgumentParser):
+    """A wrong command line is two lines: how the command is used, and last what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {printable(' '.join(message.split()))}; see {self.prog} --help\n")
+
+
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for `argv`: options of a command are added only if it is the one named."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hotcold",
         description="Runs large language models by computing only the neurons that fire.",
         allow_abbrev=False,
@@ -70,15 +79,16 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hotcold {version('hotcold')}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     wanted = next((a for a in argv if not a.startswith("-")), None)
-    for name, help_, add_arguments in (
-        ("convert", "make a neuron-split GGUF from a Hugging Face folder or a stock GGUF", _add_convert),
-        ("run", "continue a text, or answer one prompt", _add_run),
-        ("chat", "have a conversation", _add_chat),
-        ("inspect", "print what a GGUF file holds", _add_inspect),
+    for name, usage, help_, add_arguments in (
+        ("convert", "SRC", "make a neuron-split GGUF from a Hugging Face folder or a stock GGUF", _add_convert),
+        ("run", "MODEL", "continue a text, or answer one prompt", _add_run),
+        ("chat", "MODEL", "have a conversation", _add_chat),
+        ("inspect", "FILE", "print what a GGUF file holds", _add_inspect),
     ):
         command = commands.add_parser(
-            name, help=help_, description=help_[0].upper() + help_[1:] + ".", allow_abbrev=False
-        )
+            name, usage=f"%(prog)s [options] {usage}", help=help_, description=help_[0].upper() + help_[1:] + ".",
+            allow_abbrev=False,
+        )  # fmt: skip
         if name == wanted:
             add_arguments(command)
     return parser
@@ -92,7 +102,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, help="GGUF file")
+    parser.add_argument("file", metavar="FILE", type=_path, help="GGUF file")
     parser.set_defaults(run=_inspect)
 
 
@@ -110,7 +120,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", type=Path, help="GGUF file")
+    parser.add_argument("model", metavar="MODEL", type=_path, help="GGUF file")
     group = parser.add_argument_group("model")
     group.add_argument(
         "-c", "--ctx-size", type=_size, metavar="N",
@@ -131,16 +141,17 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
         help="most tokens to generate; -1: until the model ends or the context is full (default)",
     )  # fmt: skip
     group.add_argument(
-        "--temp", type=float, default=0.8, metavar="T", help="temperature; 0: always the most likely (default 0.8)"
+        "--temp", type=_number, default=0.8, metavar="T", help="temperature; 0: always the most likely (default 0.8)"
     )
-    group.add_argument("--top-k", type=int, default=40, metavar="K", help="0: off (default 40)")
-    group.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off (default 0.95)")
-    group.add_argument("--min-p", type=float, default=0.05, metavar="P", help="0: off (default 0.05)")
-    group.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="1: off (default 1)")
+    group.add_argument("--top-k", type=_whole, default=40, metavar="K", help="0: off (default 40)")
+    group.add_argument("--top-p", type=_share, default=0.95, metavar="P", help="1: off (default 0.95)")
+    group.add_argument("--min-p", type=_share, default=0.05, metavar="P", help="0: off (default 0.05)")
+    group.add_argument("--repeat-penalty", type=_number, default=1.0, metavar="X", help="1: off (default 1)")
     group.add_argument(
-        "--repeat-last-n", type=int, default=64, metavar="N", help="tokens it looks back; 0: off, -1: all (default 64)"
-    )
-    group.add_argument("-s", "--seed", type=int, default=-1, metavar="N", help="-1: random (default)")
+        "--repeat-last-n", type=_whole, default=64, metavar="N",
+        help="tokens it looks back; 0: off, -1: all (default 64)",
+    )  # fmt: skip
+    group.add_argument("-s", "--seed", type=_whole, default=-1, metavar="N", help="-1: random (default)")
     group.add_argument("--ignore-eos", action="store_true", help="never let the model end by itself")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
@@ -152,7 +163,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompt (from standard input if neither -p nor -f is given)")
     source = group.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT")
-    source.add_argument("-f", "--file", type=Path, metavar="FILE", help="one newline at the end is dropped")
+    source.add_argument("-f", "--file", type=_path, metavar="FILE", help="one newline at the end is dropped")
     group.add_argument(
         "-st", "--single-turn", action="store_true",
         help="the prompt is a message: apply the model's chat template and answer it (default: continue the text)",
@@ -181,6 +192,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from hotcold.runtime.console import TextOut, note, timing_summary
     from hotcold.runtime.generate import GenerationStats
+    from hotcold.runtime.gguf_file import open_gguf
     from hotcold.runtime.sampling import Sampler
 
     sampler = Sampler(_sampling(args))
@@ -188,6 +200,7 @@ def _run(args: argparse.Namespace) -> int:
         args.parser.error("-sys needs -st: without it the prompt is a text to continue")
     if args.special and args.single_turn:
         args.parser.error("--special is not for -st: a message is always plain text")
+    open_gguf(args.model).close()  # a missing model is told before a missing prompt
     prompt = _prompt(args)
     out, stats, interrupted = TextOut(sys.stdout), GenerationStats(), False
     with _open(args) as model:
@@ -324,22 +337,52 @@ def _one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()))
 
 
+def _path(text: str) -> Path:
+    if not text:  # Path("") would be the current folder
+        raise HotcoldError("no such file: ''")
+    return Path(text)
+
+
+def _whole(text: str) -> int:
+    """Plain digits only: int() also takes underscores, spaces and the digits of all scripts."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {_shown(text)}")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"must be a number, got {_shown(text)}")
+    return float(text)
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {value:g}")
+    return value
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")
+
+
 def _count(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
 
 
 def _size(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be 0 (the model's) or more, got {value}")
     return value
 
 
 def _limit(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < -1:
         raise argparse.ArgumentTypeError(f"must be -1 (no limit) or more, got {value}")
     return value

@@ -74,13 +74,42 @@ def test_commands_that_need_no_engine_do_not_load_the_compiler(arguments: list[s
         ["run", "m", "-p", "x", "--top-p", "0"], ["run", "m", "-p", "x", "--temp", "nan"],
         ["run", "m", "-p", "x", "--stop", ""], ["run", "m", "-p", "x", "--sparsity", "guess"],
         ["run", "m", "-p", "x", "-sys", "be nice"], ["run", "m", "-p", "x", "-st", "--special"],
-        ["run", "m"], ["chat", "m", "--min-p", "2"],
+        ["chat", "m", "--min-p", "2"], ["chat", "m", "--top-p", "5"],
     ],
 )  # fmt: skip
 def test_wrong_usage_is_2_and_names_the_command(run: Run, arguments: list[str]) -> None:
     code, out, err = run(*arguments)
     assert code == 2 and out == ""
     assert "usage: hotcold" in err and "error:" in err
+
+
+@pytest.mark.parametrize("number", ["2.0", "\u0663", "1_000", " 1", "", "x" * 99, "9" * 99])
+@pytest.mark.parametrize("option", ["-n", "-t", "-c", "-s", "--top-k", "--repeat-last-n"])
+def test_what_is_no_whole_number_is_named(run: Run, option: str, number: str) -> None:
+    code, _, err = run("run", "m", "-p", "x", option, number)
+    assert code == 2
+    usage, error = err.splitlines()
+    assert usage == "usage: hotcold run [options] MODEL"
+    assert "must be a whole number, got" in error and option in error and len(error) < 200
+
+
+@pytest.mark.parametrize("number", ["1_0", "nan", "inf", "\u0663", "1e", ".", "0x1"])
+@pytest.mark.parametrize("option", ["--temp", "--top-p", "--min-p", "--repeat-penalty"])
+def test_what_is_no_number_is_named(run: Run, option: str, number: str) -> None:
+    code, _, err = run("run", "m", "-p", "x", option, number)
+    assert code == 2 and f"{option}: must be a number, got {number!r}" in err
+
+
+@pytest.mark.parametrize("path", ["", "/", "/dev/zero", "/nonexistent.gguf"])
+def test_the_model_is_complained_about_before_the_prompt(run: Run, path: str) -> None:
+    code, out, err = run("run", path)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert (path or "no such file: ''") in err and "prompt" not in err
+
+
+def test_an_empty_path_is_no_folder(run: Run, model: Path) -> None:
+    for arguments in (["chat", ""], ["inspect", ""], ["run", model, "-f", ""]):
+        assert run(*arguments)[::2] == (1, "hotcold: error: no such file: ''\n")
 
 
 @pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["inspect"]])
