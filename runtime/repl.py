@@ -29,7 +29,7 @@ COMMANDS = {
     "/help": "this list",
     "/clear": "start a new conversation (the system prompt stays)",
     "/regen": "answer the last message again",
-    "/system": "/system TEXT sets the system prompt, /system alone shows it",
+    "/system": "/system TEXT sets the system prompt, /system - removes it, /system alone shows it",
     "/stats": "speed of the last answer, context used, share of neurons computed",
     "/save": "/save FILE writes the conversation",
     "/load": "/load FILE reads a saved conversation",
@@ -134,7 +134,12 @@ class Repl:
 
     def _system(self, text: str) -> None:
         if not text:
-            self._say(f"system prompt: {self.conversation.system or '(none)'}")
+            system = self.conversation.system
+            self._say(f"system prompt: {system} (/system - removes it)" if system else "system prompt: (none)")
+            return
+        if text == "-":
+            self.conversation.system = None
+            self._say("no system prompt from the next message on")
             return
         before, self.conversation.system = self.conversation.system, text
         try:

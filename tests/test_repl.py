@@ -119,6 +119,16 @@ def test_system_is_shown_set_and_used() -> None:
     assert bytes(bench.engine.cache).startswith(b"s:talk like a pirate|u:hello|")
 
 
+def test_system_minus_removes_the_prompt() -> None:
+    bench = Bench(system="old")
+    bench("/system")
+    assert bench.said == ["system prompt: old (/system - removes it)"]
+    bench("/system -")
+    bench("hello")
+    assert bytes(bench.engine.cache).startswith(b"u:hello|")
+    assert "/system -" in COMMANDS["/system"]
+
+
 def test_a_system_prompt_the_template_refuses_is_not_kept() -> None:
     bench = Bench(system="old")
     bench("/system forbidden")
