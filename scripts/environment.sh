@@ -8,6 +8,14 @@
 
 say() { printf '%s\n' "hotcold: $*" >&2; }
 die() { say "$@"; exit 1; }
+trap '[ -t 2 ] && echo >&2; say "interrupted; run it again to go on"; exit 130' INT  # the terminal shows ^C
+
+quietly() {  # COMMAND...: what it prints is shown only if it fails by itself
+    local output status=0
+    output=$("$@" 2>&1) || status=$?
+    [ "$status" = 0 ] || printf '%s\n' "$output" >&2
+    return "$status"
+}
 
 find_python() {  # prints the first Python >= 3.10 that runs
     local candidate
@@ -28,7 +36,7 @@ make_venv() {
     "$python" -c 'import venv, ensurepip' >/dev/null 2>&1 || die "$python has no venv module;" \
         "on Debian and Ubuntu: sudo apt install python3-venv"
     say "making a virtual environment in .venv with $("$python" --version 2>&1)"
-    "$python" -m venv --clear .venv || die "could not make .venv with $python"
+    quietly "$python" -m venv --clear .venv || die "could not make .venv with $python"
 }
 
 make_environment() {  # [dev]; the caller stands in the top folder of the checkout
@@ -40,9 +48,9 @@ make_environment() {  # [dev]; the caller stands in the top folder of the checko
     wanted=$(pwd; cat pyproject.toml)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] && [ "$(cat "$stamp-dev" 2>/dev/null)" != "$wanted" ]; then
         say "installing hotcold${extra:+ with its $extra tools} into .venv (first time: a minute or two)"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}" \
-            || die "pip could not install hotcold, see above; if a package has no wheel for this Python," \
-                   "remove .venv and try PYTHON=python3.12 $0"
+        quietly .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
+            -e ".${extra:+[$extra]}" || die "pip could not install hotcold, see above; if a package has no wheel for" \
+            "this Python, remove .venv and try PYTHON=python3.12 $0"
         printf '%s\n' "$wanted" > "$stamp.part" && mv "$stamp.part" "$stamp"
     fi
     PATH=$PWD/.venv/bin:$PATH

