@@ -175,7 +175,7 @@ class Model:
         if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer))):
             raise HotcoldError(f"max_tokens must be a whole number or None, got {max_tokens!r}")
         StopFilter([stop] if isinstance(stop, str) else stop)  # complain now, not at the first piece
-        self.stats = GenerationStats()
+        stats = self.stats = GenerationStats()  # a local name: another thread may put its own there at any moment
         _ = self.tokenizer  # complain now, too, if there is none
         pieces = self.session.generate(
             tokens,
@@ -184,7 +184,7 @@ class Model:
             stop=stop,
             ignore_eog=ignore_eos,
             continues=continues,
-            stats=self.stats,
+            stats=stats,
         )
         return self._while_open(pieces)
 

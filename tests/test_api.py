@@ -15,8 +15,9 @@ import pytest
 from tiny import token_ids
 
 import hotcold.runtime
-from hotcold.runtime import ChatTemplate, HotcoldError, Model, Tokenizer
+from hotcold.runtime import ChatTemplate, HotcoldError, Model, Tokenizer, api
 from hotcold.runtime.cli import main
+from hotcold.runtime.sampling import Sampler, SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
@@ -101,6 +102,23 @@ def test_threads_take_turns(model: Model) -> None:
     for t in threads:
         t.join()
     assert [out[i] for i in range(3)] == alone
+
+
+def test_a_generation_counts_its_own_tokens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when another one begins while it is being set up."""
+    alone = list(model.generate("abc", 10, **GREEDY))
+    others: list[Iterator[str]] = []
+
+    def sampler(params: SamplingParams) -> Sampler:
+        if not others:
+            others.append(iter(()))
+            others[0] = model.generate("xyz", 10, **GREEDY)
+        return Sampler(params)
+
+    monkeypatch.setattr(api, "Sampler", sampler)
+    running = model.generate("abc", 10, **GREEDY)
+    list(others[0])
+    assert list(running) == alone
 
 
 def test_two_models_in_one_process(model: Model, tiny_model: Callable[..., Path]) -> None:
