@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 must not end the program
     try:
         try:
-            args = build_parser(argv).parse_args(argv)
+            args, unknown = build_parser(argv).parse_known_args(argv)
+            if unknown:
+                args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # the command's own usage
             args.began = began
             return int(args.run(args))
         finally:
@@ -89,6 +91,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             name, usage=f"%(prog)s [options] {usage}", help=help_, description=help_[0].upper() + help_[1:] + ".",
             allow_abbrev=False,
         )  # fmt: skip
+        command.set_defaults(parser=command)
         if name == wanted:
             add_arguments(command)
     return parser
@@ -177,7 +180,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--no-perf", action="store_true", help="no timings on standard error")
     _add_generation(parser)
-    parser.set_defaults(run=_run, parser=parser)
+    parser.set_defaults(run=_run)
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +189,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-p", "--prompt", metavar="TEXT", help="answer this and leave")
     group.add_argument("-sys", "--system-prompt", metavar="TEXT")
     _add_generation(parser)
-    parser.set_defaults(run=_chat, parser=parser)
+    parser.set_defaults(run=_chat)
 
 
 def _run(args: argparse.Namespace) -> int:

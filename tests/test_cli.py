@@ -83,6 +83,14 @@ def test_wrong_usage_is_2_and_names_the_command(run: Run, arguments: list[str]) 
     assert "usage: hotcold" in err and "error:" in err
 
 
+@pytest.mark.parametrize("command", ["convert", "run", "chat", "inspect"])
+def test_an_unknown_option_is_named_by_its_command(run: Run, command: str) -> None:
+    code, _, err = run(command, "m", "--no\x1bsuch")
+    usage, error = err.splitlines()
+    assert code == 2 and usage.startswith(f"usage: hotcold {command} [options] ")
+    assert error == f"hotcold {command}: error: unrecognized arguments: --no\\x1bsuch; see hotcold {command} --help"
+
+
 @pytest.mark.parametrize("number", ["2.0", "\u0663", "1_000", " 1", "", "x" * 99, "9" * 99])
 @pytest.mark.parametrize("option", ["-n", "-t", "-c", "-s", "--top-k", "--repeat-last-n"])
 def test_what_is_no_whole_number_is_named(run: Run, option: str, number: str) -> None:
