@@ -85,9 +85,9 @@ def special_metadata(special: SpecialFiles, tokens: list[str], tokenizer_json: d
         if text is not None and text not in id_of:
             raise HotcoldError(f"tokenizer_config.json: {name}_token is {text!r}, which is not in the vocabulary")
         from_config = _ids(special.model_ids.get(f"{name}_token_id"), f"config.json: {name}_token_id")
-        for value in from_config:
-            if not 0 <= value < len(tokens):
-                report.note(f"config.json: {name}_token_id {value} is not in the vocabulary of {len(tokens)}: left out")
+        for n in from_config:
+            if not 0 <= n < len(tokens):
+                report.note(f"config.json: {name}_token_id {n} is not in the vocabulary of {len(tokens)}: left out")
         candidates = [id_of.get(text or ""), *from_config, spm_ids.get(name)]
         for value in candidates if text is None else candidates[:1]:
             if value is not None and 0 <= value < len(tokens):
