@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """What quantizing again costs when a quantized GGUF becomes neuron-split: KL divergence against the source.
 
-In: a stock GGUF of a llama-like model and its vocabulary. Out: a Markdown table. The model is computed in NumPy with
-float32 activations, so the table shows the weights' error alone, and no kernel of the runtime can hide or add any.
+In: a stock GGUF of a llama-like model with its vocabulary, and a text. Out: a Markdown table. The model is computed in
+NumPy with float32 activations, so the table shows the weights' error alone, and no kernel of the runtime can hide or
+add any. Which type a matrix gets is asked of the converter.
 
-    python scripts/measure_requant.py MODEL.gguf [--tokens 512] [--chunks 2] [--source-type q4_0]
+    python scripts/measure_requant.py MODEL.gguf [TEXT] [--tokens 512] [--source-type q4_0]
 
 `--source-type T` first quantizes the model to T the stock way (blocks along the rows), as if that were the source.
 """
@@ -12,65 +13,69 @@ float32 activations, so the table shows the weights' error alone, and no kernel 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from dataclasses import replace
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import gguf
 import numpy as np
 
 from hotcold.convert.gguf_source import load_gguf
 from hotcold.convert.lazy import QType, from_array, to_float32
-from hotcold.convert.outtype import OUTLIER, OUTTYPES, keeps_f32, outlier_ratio
+from hotcold.convert.model import StockModel
+from hotcold.convert.neuron_split import split_neurons
+from hotcold.convert.outtype import OUTTYPES, fits, keeps_f32
 from hotcold.convert.precision import Report
-from hotcold.runtime import Tokenizer
+from hotcold.runtime import Tokenizer, schema
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.rope import rope_table
 
 Weights = dict[str, np.ndarray]
+TEXT = Path(__file__).resolve().parent / "comparison" / "text.txt"
+# What is stored again -> what a tensor's name must contain.
+PARTS = {"down only": ("ffn_down",), "up and down": ("ffn_down", "ffn_up"), "every matrix": ("",)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--tokens", type=int, default=512, help="tokens per chunk")
-    parser.add_argument("--chunks", type=int, default=2)
+    parser.add_argument("text", type=Path, nargs="?", default=TEXT, help="UTF-8 text (default: that of comparison/)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per chunk; all of the text is used")
     parser.add_argument("--source-type", choices=list(OUTTYPES))
     args = parser.parse_args()
-    with open_gguf(args.model) as f:
+    try:
+        measure(args.model, args.text, args.tokens, args.source_type)
+    except (HotcoldError, OSError, UnicodeDecodeError) as e:
+        sys.exit(f"error: {e}")
+
+
+def measure(path: Path, text: Path, n_chunk: int, source_type: str | None) -> None:
+    """Print the table. Raises HotcoldError for a model or text that cannot be measured."""
+    with open_gguf(path) as f:
         config = ModelConfig.from_gguf(f)
+        if config.arch != "llama" or not config.gated or config.layout != "stock":
+            raise HotcoldError(f"{path}: {config.layout} {config.arch}: this script computes stock gated llama models")
         model = load_gguf(f, Report())
+        if source_type:
+            model = quantized(model, OUTTYPES[source_type])
         weights = {n: to_float32(t.read(0, t.n_rows), t.qtype).copy() for n, t in model.tensors.items()}
-        tokenizer = Tokenizer.from_gguf(f)
-    if args.source_type:
-        weights = {n: stored(w, OUTTYPES[args.source_type]) if is_matrix(n, w) else w for n, w in weights.items()}
-    # Python's own documentation: text that is on every machine.
-    text = "\n".join(topics[k] for k in sorted(topics))
-    ids = tokenizer.encode(text, add_special=False)
-    chunks = [ids[i * args.tokens:(i + 1) * args.tokens] for i in range(args.chunks)]
+        types = {name: types_of(model, name) for name in ("q4_0", "q8_0", "auto", "f16", "bf16")}
+        ids = Tokenizer.from_gguf(f).encode(text.read_text("utf-8"), add_special=False)
+    # A token alone has no successor to judge.
+    chunks = [c for i in range(0, len(ids), max(n_chunk, 1)) if len(c := ids[i:i + n_chunk]) > 1]
+    if not chunks:
+        raise HotcoldError(f"{text}: {len(ids)} tokens in chunks of {n_chunk}: allowed: 2 or more in a chunk")
     base = [log_softmax(forward(config, weights, c)) for c in chunks]
-    print(f"source {args.source_type or args.model.name}, {args.chunks} x {args.tokens} tokens, "
-          f"perplexity {perplexity(base, chunks):.3f}\n")
+    n_tokens = sum(map(len, chunks))
+    print(f"source {source_type or path.name}, {n_tokens} tokens, perplexity {perplexity(base, chunks):.3f}\n")
     print("| what is stored again | as | rel. error of down | KL mean | KL 99 % | same top token | perplexity |")
     print("|---|---|---|---|---|---|---|")
-    outliers = {n.split(".")[1] for n, w in weights.items() if "ffn_down" in n
-                and outlier_ratio(from_array(n, w, QType.F32, w.shape, "")) > OUTLIER}
-    parts: dict[str, tuple[str, ...]] = {"down only": ("ffn_down",), "up and down": ("ffn_down", "ffn_up"),
-                                         "every matrix": ("",)}
-    for what, chosen in parts.items():
-        for name in ("q4_0", "q8_0", "auto", "f16", "bf16"):
-
-            def wanted(tensor: str, name: str = name, chosen: tuple[str, ...] = chosen) -> QType | None:
-                if not any(part in tensor for part in chosen):
-                    return None
-                if name == "auto":
-                    bundle = "ffn_down" in tensor or "ffn_up" in tensor
-                    return QType.F16 if bundle and tensor.split(".")[1] in outliers else QType.Q8_0
-                # as --outtype q4_0
-                return QType.Q8_0 if name == "q4_0" and not tensor.startswith("blk.") else OUTTYPES[name]
-
-            variant, error = stored_again(weights, wanted)
+    for what, chosen in PARTS.items():
+        for name, wanted in types.items():
+            some = {n: t for n, t in wanted.items() if any(part in n for part in chosen)}
+            variant, error = stored_again(weights, some)
             logs = [log_softmax(forward(config, variant, c)) for c in chunks]
             kl = np.concatenate([(np.exp(b) * (b - v)).sum(1) for b, v in zip(base, logs, strict=True)])
             same = np.concatenate([b.argmax(1) == v.argmax(1) for b, v in zip(base, logs, strict=True)])
@@ -78,8 +83,28 @@ def main() -> None:
                   f"{100 * same.mean():.2f} % | {perplexity(logs, chunks):.3f} |", flush=True)
 
 
-def is_matrix(name: str, w: np.ndarray) -> bool:
-    return not keeps_f32(name, w.shape)
+def quantized(model: StockModel, qtype: QType) -> StockModel:
+    """The model as a stock file of that type would have it."""
+    tensors = dict(model.tensors)
+    for name, t in model.tensors.items():
+        if not keeps_f32(name, t.shape):
+            kind = fits(name, t.shape[-1], qtype, Report())
+            raw = gguf.quants.quantize(to_float32(t.read(0, t.n_rows), t.qtype), kind)
+            raw = raw.view(np.uint16) if kind == QType.BF16 else raw
+            tensors[name] = from_array(name, raw, kind, t.shape, "")
+    return replace(model, tensors=tensors)
+
+
+def types_of(model: StockModel, outtype: str) -> dict[str, QType]:
+    """Stock name of a matrix -> the type that `hotcold convert --outtype` gives it; up and down share a tensor."""
+    chosen = {t.name: t.qtype for t in split_neurons(model, outtype, Report()).tensors}
+    types: dict[str, QType] = {}
+    for name, t in model.tensors.items():
+        if not keeps_f32(name, t.shape):
+            layer = name.split(".")[1]
+            shared = name.endswith((schema.FFN_UP, schema.FFN_DOWN))
+            types[name] = chosen[schema.block(int(layer), schema.FFN_UP_DOWN) if shared else name]
+    return types
 
 
 def stored(w: np.ndarray, qtype: QType) -> np.ndarray:
@@ -88,15 +113,13 @@ def stored(w: np.ndarray, qtype: QType) -> np.ndarray:
     return to_float32(raw.view(np.uint16) if qtype == QType.BF16 else raw, qtype)
 
 
-def stored_again(weights: Weights, wanted_type: Callable[[str], QType | None]) -> tuple[Weights, float]:
-    """Matrices stored as the neuron-split layout does (down turned, so its blocks run along the other axis) in the
-    type that `wanted_type` gives for their names, or left alone. Returns them and the relative error of the down ones.
+def stored_again(weights: Weights, types: dict[str, QType]) -> tuple[Weights, float]:
+    """The matrices named in `types` stored as the neuron-split layout does (down turned, so its blocks run along the
+    other axis), the rest left alone. Returns them and the relative error of the down ones.
     """
     result, error, square = dict(weights), 0.0, 0.0
-    for name, w in weights.items():
-        wanted = wanted_type(name) if is_matrix(name, w) else None
-        if wanted is None:
-            continue
+    for name, wanted in types.items():
+        w = weights[name]
         if "ffn_down" in name:
             result[name] = stored(np.ascontiguousarray(w.T), wanted).T
             error += float(np.sum((result[name] - w) ** 2, dtype=np.float64))
@@ -108,8 +131,8 @@ def stored_again(weights: Weights, wanted_type: Callable[[str], QType | None]) -
 
 def forward(config: ModelConfig, weights: Weights, ids: list[int]) -> np.ndarray:
     """Logits float32 [n, n_vocab] of a llama: RMS norms, interleaved rotation, grouped queries, gated FFN."""
-    if config.arch != "llama" or not config.gated or config.rope is None:
-        raise SystemExit("this script computes gated llama models only")
+    if config.rope is None:
+        raise HotcoldError("this script computes models with rotary embedding")
     n, hd, groups = len(ids), config.head_dim, config.n_head // config.n_head_kv
     factors = weights.get("rope_freqs.weight")
     cos, sin = rope_table(config.rope, n, factors)  # [n, hd/2]

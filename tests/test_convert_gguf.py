@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,7 +144,7 @@ def test_auto_keeps_native_types_and_requantizes_the_rest(
         if qtype == Q.Q8_0:
             np.testing.assert_array_equal(a.data("blk.0.ffn_up.weight"), b.data("blk.0.ffn_up_down.weight")[0::2])
         load_weights(b, ModelConfig.from_gguf(b))
-    assert "down columns are stored as Q8_0: turning" in err
+    assert "down columns are quantized again, as Q8_0: turning" in err
     assert ("tensors become Q8_0" in err) == (not native)
 
 
@@ -397,6 +399,26 @@ def test_rotation_frequencies_of_old_files_are_listed(
     src = rewrite(tiny_model("llama", stock=True), tmp_path / "s.gguf", add_tensor("blk.0.attn_rot_embd.weight", (8,)))
     run_convert(src, "-o", tmp_path / "o.gguf", "--verbose")
     assert "blk.0.attn_rot_embd.weight, left out" in capsys.readouterr().out
+
+
+def test_measure_requant_script(tiny_model: Get, tmp_path: Path) -> None:
+    """The table of a model that is stored again: coarser types lose more; a refusal is one line."""
+    script = Path(__file__).parent.parent / "scripts" / "measure_requant.py"
+    text = tmp_path / "text.txt"
+    text.write_text("the other one, tell them in the end an hour. " * 8)
+
+    def run(model: Path, *more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), str(model), str(text), *more]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run(tiny_model("llama-ff1000", stock=True), "--source-type", "q8_0")
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[4:]]
+    kl = {(what, name): float(mean) for what, name, _, mean, *_ in rows}
+    assert kl["down only", "q4_0"] > kl["down only", "q8_0"] > kl["down only", "f16"] >= 0
+    assert kl["every matrix", "q4_0"] > kl["every matrix", "auto"] > 0
+    done = run(tiny_model("llama-ff1000"))
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
 def test_name_option(tiny_model: Get, tmp_path: Path) -> None:
