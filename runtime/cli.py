@@ -15,7 +15,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -73,6 +72,8 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for `argv`: options of a command are added only if it is the one named."""
+    from importlib.metadata import version
+
     parser = _Parser(
         prog="hotcold",
         description="Runs large language models by computing only the neurons that fire.",
