@@ -18,8 +18,11 @@ from hotcold.runtime.kernels import simd
 
 TESTS = Path(__file__).resolve().parent
 
-# What computes: logits of blocks and of single tokens in every format, exact against dense, single operators.
+# What computes: logits of blocks and of single tokens in every format, exact against dense, single operators, and
+# models of some families against the independent reference.
 SELECTED = [
+    *(f"test_golden.py::test_f32_logits[{case}]" for case in ("llama-ff1003", "qwen2-window", "opt-mixed")),
+    *(f"test_golden.py::test_quantized_formats[{kind}-{case}]" for kind in ("q8_0", "q4_0") for case in ("relu", "opt")),
     "test_engine.py::test_logits_of_every_format",
     "test_ffn.py::test_exact_equals_dense",
     "test_kernels.py",
