@@ -525,7 +525,7 @@ def test_interruptions_at_any_moment_leave_the_engine_usable(model: Any, tmp_pat
 
 
 def test_one_ctrl_c_stops_a_long_prompt_in_the_middle_of_a_block(model: Any, opened: Any) -> None:
-    """Pressed once, in the first layer: the team leaves at a barrier, long before the block it works on is done.
+    """Pressed once, in the second layer: the team leaves at a barrier, long before the block it works on is done.
 
     Late in a long context a block takes seconds, nearly all of them for attention, so an engine that only looked
     between blocks would pass every barrier of this one.
@@ -540,7 +540,7 @@ def test_one_ctrl_c_stops_a_long_prompt_in_the_middle_of_a_block(model: Any, ope
     needed = int(lower(engine.plan, engine._buffers)[1]["sync"].sum())  # barriers of one block; the prompt has seven
 
     def press() -> None:
-        while control[word] < before + 2:  # the work has begun
+        while control[word] < before + 12:  # a layer has fewer; the main thread waits by now
             time.sleep(1e-3)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -550,7 +550,7 @@ def test_one_ctrl_c_stops_a_long_prompt_in_the_middle_of_a_block(model: Any, ope
         engine.forward((TOKENS * 17)[:1700], "none")
     presser.join()
     passed = int(control[word]) - before
-    assert 2 <= passed < needed, "barriers"
+    assert 12 <= passed < needed, "barriers"
     assert engine.n_past == 38000
     engine.truncate(2)
     assert same_bits(engine.forward([3]), want)
