@@ -22,7 +22,11 @@ TESTS = Path(__file__).resolve().parent
 # models of some families against the independent reference.
 SELECTED = [
     *(f"test_golden.py::test_f32_logits[{case}]" for case in ("llama-ff1003", "qwen2-window", "opt-mixed")),
-    *(f"test_golden.py::test_quantized_formats[{kind}-{case}]" for kind in ("q8_0", "q4_0") for case in ("relu", "opt")),
+    *(
+        f"test_golden.py::test_quantized_formats[{kind}-{case}]"
+        for kind in ("q8_0", "q4_0")
+        for case in ("relu", "opt")
+    ),
     "test_engine.py::test_logits_of_every_format",
     "test_ffn.py::test_exact_equals_dense",
     "test_kernels.py",
