@@ -226,7 +226,7 @@ class FolderMutator:
             if chance < 0.2:
                 del where[key]
             elif chance < 0.8:
-                where[key] = self.random.choice(JSON_VALUES)
+                where[key] = copy.deepcopy(self.random.choice(JSON_VALUES))  # later changes must not reach the list
             else:
                 source, name = self.random.choice(places)
                 where[key] = copy.deepcopy(source[name])
