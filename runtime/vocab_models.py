@@ -82,7 +82,12 @@ class SPMModel:
         self._prefix = SPACE if vocabulary.space_prefix else ""
         self._byte_of = _byte_tokens(vocabulary, where)
         self._n_vocab = len(vocabulary.tokens)
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._proto(vocabulary, where))
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._proto(vocabulary, where))
+        except RuntimeError as e:  # its rules differ between versions, so they are not repeated here
+            why = ascii(str(e)[:200])
+            raise HotcoldError(f"{where}: {P}tokens: sentencepiece refuses the vocabulary: {why}; convert the model "
+                               "again") from None  # fmt: skip
 
     def _proto(self, vocabulary: Vocabulary, where: str) -> bytes:
         """A SentencePiece model with the same ids. The library refuses duplicates and wants one unknown piece."""
@@ -104,7 +109,10 @@ class SPMModel:
             if i == unk_id:
                 proto.pieces[i].type = kinds.UNKNOWN
         if unk_id is None:  # never produced: every byte has a token
-            proto.pieces.add(piece="\0unknown", score=0.0, type=kinds.UNKNOWN)
+            name = "<unknown>"
+            while name in vocabulary.tokens:
+                name += ">"
+            proto.pieces.add(piece=name, score=0.0, type=kinds.UNKNOWN)
         proto.trainer_spec.model_type = pb2.TrainerSpec.BPE
         proto.trainer_spec.byte_fallback = fallback
         proto.normalizer_spec.name = "identity"

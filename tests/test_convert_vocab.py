@@ -362,6 +362,22 @@ def test_some_byte_tokens_are_refused_by_name(spm: Path) -> None:
     assert not list(spm.glob("*.gguf")) and not list(spm.glob(".*.part"))
 
 
+def test_a_piece_with_a_nul_is_refused(spm: Path) -> None:
+    meta = metadata(spm)
+    meta[T + "tokens"][-1] = "a\0b"
+    meta[T + "token_type"] = np.array(meta[T + "token_type"])
+    with pytest.raises(HotcoldError, match="tokens: sentencepiece refuses the vocabulary: .*null"):
+        Tokenizer.from_metadata(meta)
+
+
+def test_a_vocabulary_without_unknown_token(spm: Path) -> None:
+    """All 256 bytes have tokens, so nothing is ever unknown."""
+    meta = metadata(spm)
+    before = Tokenizer.from_metadata(meta).encode("the other \u6f22 one")
+    meta[T + "token_type"] = np.where(meta[T + "token_type"] == UNKNOWN, CONTROL, meta[T + "token_type"])
+    assert Tokenizer.from_metadata(meta).encode("the other \u6f22 one") == before
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe nonsense", b"tiktoken 1\n"])
 def test_broken_tokenizer_model(content: bytes, spm: Path) -> None:
     (spm / "tokenizer.model").write_bytes(content)
