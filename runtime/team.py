@@ -8,6 +8,7 @@ thread 0 says done. It stays interruptible, so Ctrl-C raises ABORT and the team 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -22,6 +23,7 @@ from hotcold.runtime.kernels import walk
 from hotcold.runtime.kernels.cache import compile_cached
 from hotcold.runtime.program import aligned
 
+WAKE_UP = 0.1  # seconds: a signal that arrives just before a thread sleeps is seen only when it wakes
 # Queues, because threading's semaphores stay locked when Ctrl-C arrives inside their Python code.
 Wakeups = queue.SimpleQueue
 
@@ -85,7 +87,8 @@ class Team:
     def _wait(self) -> None:
         """Until the last run is finished. The queue only wakes: an interrupt may lose or leave an entry of it."""
         while self.control[walk.FINISHED] != self.control[walk.GO]:
-            self._done.get()
+            with contextlib.suppress(queue.Empty):
+                self._done.get(timeout=WAKE_UP)
 
     def _abandon(self) -> None:
         """Make the team leave a run that is under way, and wait for that; more Ctrl-C cannot stop the waiting."""
