@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hotcold.runtime.generate import GenerationStats
     from hotcold.runtime.sampling import Sampler, SamplingParams
 
+WRONG_USAGE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -66,8 +67,10 @@ class _Parser(argparse.ArgumentParser):
     """A wrong command line is two lines: how the command is used, and last what is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {printable(' '.join(message.split()))}; see {self.prog} --help\n")
+        # Not by argparse's own printing: before Python 3.11.3 it fails where stderr cannot be written.
+        complain(self.format_usage().rstrip())
+        complain(f"{self.prog}: error: {printable(' '.join(message.split()))}; see {self.prog} --help")
+        raise SystemExit(WRONG_USAGE)
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
