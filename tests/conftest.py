@@ -29,6 +29,19 @@ def run_convert(*arguments: str | Path) -> None:
         pytest.fail(f"hotcold convert {' '.join(map(str, arguments))} returned {code}")
 
 
+def convert_error(*arguments: str | Path) -> str:
+    """The one line that `hotcold convert ARGUMENTS` fails with."""
+    from hotcold.convert.main import add_arguments, run
+    from hotcold.runtime.errors import HotcoldError
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(HotcoldError) as e:
+        run(parser.parse_args([str(a) for a in arguments]))
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """(case, **overrides) -> folder of the checkpoint, written once per session."""

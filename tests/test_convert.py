@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -16,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_convert
+from conftest import convert_error, run_convert
 from tiny import CASES
 
-from hotcold.convert import main as convert_main
 from hotcold.convert import writer
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
@@ -27,15 +25,6 @@ from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.weights import load_weights
 
 Get = Callable[..., Path]
-
-
-def convert_error(*arguments: str | Path) -> str:
-    parser = argparse.ArgumentParser()
-    convert_main.add_arguments(parser)
-    with pytest.raises(HotcoldError) as e:
-        convert_main.run(parser.parse_args([str(a) for a in arguments]))
-    assert "\n" not in str(e.value)
-    return str(e.value)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -13,9 +12,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from conftest import run_convert
+from conftest import convert_error, run_convert
 
-from hotcold.convert import main as convert_main
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import dequantize, open_gguf
@@ -25,15 +23,6 @@ Get = Callable[..., Path]
 Q = gguf.GGMLQuantizationType
 ROUND_TRIPS = ("llama-bias", "llama-ff1003", "llama-ff1000", "qwen3-tied", "prosparse", "bamboo", "opt-mixed", "arcee",
                "rope-llama3", "llama-12-layers")
-
-
-def convert_error(*arguments: str | Path) -> str:
-    parser = argparse.ArgumentParser()
-    convert_main.add_arguments(parser)
-    with pytest.raises(HotcoldError) as e:
-        convert_main.run(parser.parse_args([str(a) for a in arguments]))
-    assert "\n" not in str(e.value)
-    return str(e.value)
 
 
 def rewrite(src: Path, out: Path, change: Callable[[dict[str, Any], dict[str, tuple[np.ndarray, Q]]], None]) -> Path:
