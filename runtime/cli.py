@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import re
 import sys
 import time
@@ -86,26 +87,34 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     wanted = next((a for a in argv if not a.startswith("-")), None)
     for name, usage, help_, add_arguments in (
-        ("convert", "SRC", "make a neuron-split GGUF from a Hugging Face folder or a stock GGUF", _add_convert),
+        ("convert", "SRC", "make a neuron-split GGUF from a Hugging Face folder or a stock GGUF", "convert.main"),
+        ("relufy", "SRC", "turn a SiLU or GELU model into one whose neurons switch off", "convert.relufy"),
+        ("profile", "MODEL", "count over a text how often each neuron fires", "placement.profiling"),
+        ("train-predictor", "MODEL", "add predictors of which neurons fire", "placement.train"),
+        ("calibrate", "MODEL", "set thresholds that switch neurons off in a SiLU or GELU model", "placement.calibrate"),
+        ("place", "MODEL", "sort neurons by how often they fire; divide them between GPU and CPU", "placement.place"),
         ("run", "MODEL", "continue a text, or answer one prompt", _add_run),
         ("chat", "MODEL", "have a conversation", _add_chat),
         ("inspect", "FILE", "print what a GGUF file holds", _add_inspect),
+        ("perplexity", "MODEL", "measure how well a model predicts a text", "runtime.perplexity"),
+        ("report", "MODEL", "draw what is known of a model's neurons", "placement.report"),
+        ("doctor", "", "measure this machine and say what hotcold does on it", "placement.doctor"),
     ):
         command = commands.add_parser(
-            name, usage=f"%(prog)s [options] {usage}", help=help_, description=help_[0].upper() + help_[1:] + ".",
+            name, usage=f"%(prog)s [options] {usage}".rstrip(), help=help_, description=help_[0].upper() + help_[1:] + ".",
             allow_abbrev=False,
         )  # fmt: skip
         command.set_defaults(parser=command)
         if name == wanted:
-            add_arguments(command)
+            (_module(command, add_arguments) if isinstance(add_arguments, str) else add_arguments(command))
     return parser
 
 
-def _add_convert(parser: argparse.ArgumentParser) -> None:
-    from hotcold.convert import main as convert
-
-    convert.add_arguments(parser)
-    parser.set_defaults(run=convert.run)
+def _module(parser: argparse.ArgumentParser, name: str) -> None:
+    """A command that is a module of its own, with add_arguments() and run()."""
+    module = importlib.import_module(f"hotcold.{name}")
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
