@@ -101,7 +101,8 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         ("doctor", "", "measure this machine and say what hotcold does on it", "placement.doctor"),
     ):
         command = commands.add_parser(
-            name, usage=f"%(prog)s [options] {usage}".rstrip(), help=help_, description=help_[0].upper() + help_[1:] + ".",
+            name, usage=f"%(prog)s [options] {usage}".rstrip(), help=help_,
+            description=help_[0].upper() + help_[1:] + ".",
             allow_abbrev=False,
         )  # fmt: skip
         command.set_defaults(parser=command)

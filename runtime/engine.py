@@ -59,7 +59,8 @@ class Engine:
         self._tokens = np.zeros(self.n_batch, np.int64)
         self._logits = np.zeros((1, config.n_vocab), np.float32)
         self._tables = self._rope_tables()
-        self._team: Team | None = Team(lower(plan, self._buffers), n_threads, notify)
+        self._programs = lower(plan, self._buffers)
+        self._team: Team | None = Team(self._programs, n_threads, notify)
 
     @classmethod
     def open(
@@ -158,19 +159,26 @@ class Engine:
 
     def _run(self, block: np.ndarray, rows: np.ndarray) -> None:
         """rows: f32 [wanted, n_vocab], contiguous: the logits of the block's last tokens go there."""
+        single = len(block) == 1
+        self.run_ops(not single, 0, len(self._programs[not single]), block, self.n_past, rows)
+        self._counted_tokens += single
+
+    def run_ops(self, many: bool, first: int, end: int, block: np.ndarray, pos: int, rows: np.ndarray) -> None:
+        """Operators first..end-1 of the token program, or with `many` of the block program, for tokens at `pos`."""
         team = self._team
         if team is None:
             raise HotcoldError("the model was closed while it was computing")
         self._rows = rows  # the team may write there until the run has ended, whatever interrupts this method
         self._tokens[: len(block)] = block
         cos, sin = self._tables
-        single = len(block) == 1
         team.run(
             {
-                walk.A_PROGRAM: 0 if single else 1,
+                walk.A_PROGRAM: int(many),
+                walk.A_FIRST_OP: first,
+                walk.A_END_OP: end,
                 walk.A_TOKENS: self._tokens.ctypes.data,
                 walk.A_N_TOK: len(block),
-                walk.A_POS: self.n_past,
+                walk.A_POS: pos,
                 walk.A_FIRST_OUT: len(block) - len(rows),
                 walk.A_LOGITS: rows.ctypes.data if len(rows) else self._logits.ctypes.data,
                 walk.A_COUNTS: self._counts.ctypes.data,
@@ -181,7 +189,10 @@ class Engine:
                 walk.A_ROPE_ROW: cos.strides[0],
             }
         )
-        self._counted_tokens += single
+
+    def buffer_values(self) -> dict[str, np.ndarray]:
+        """f32 views [n_batch, width] of the buffers of a block, by their names in plan.py."""
+        return self._buffers.values
 
     def truncate(self, n_past: int) -> None:
         """Forget the tokens at positions n_past and later."""

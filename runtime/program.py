@@ -66,8 +66,9 @@ class Buffers:
         c = config
         self.n_ctx, self.n_batch, self.kv_type = n_ctx, n_batch, KV_TYPES[kv_type]
         self._memory: list[np.ndarray] = []
+        self.values: dict[str, np.ndarray] = {}  # f32 [n_batch, width]: what the shared buffers hold
         widths = self._widths(c)
-        self.shared = {name: self._activations(width, n_batch) for name, width in widths.items()}
+        self.shared = {name: self._activations(name, width, n_batch) for name, width in widths.items()}
         self.cache_row = self._cache_row(c, kv_type)
         cache_bytes = c.n_head_kv * n_ctx * self.cache_row
         self.cache = [(self._new(cache_bytes), self._new(cache_bytes)) for _ in range(c.n_layer)]
@@ -97,9 +98,11 @@ class Buffers:
         self._memory.append(memory)
         return memory.ctypes.data
 
-    def _activations(self, size: int, n_tok: int) -> Area:
+    def _activations(self, name: str, size: int, n_tok: int) -> Area:
         ld, ld_b = 4 * _padded(size), formats.ACT_BYTES * (_padded(size) // formats.BLOCK)
-        return Area(self._new(ld * n_tok), ld, self._new(ld_b * n_tok), ld_b)
+        area = Area(self._new(ld * n_tok), ld, self._new(ld_b * n_tok), ld_b)
+        self.values[name] = self._memory[-2].view(np.float32).reshape(n_tok, -1)[:, :size]
+        return area
 
     def _make_arena(self, c: ModelConfig, n_threads: int, widest: int) -> None:
         """Per thread: scratch at offset 0, then the private buffers of the token program."""

@@ -68,7 +68,7 @@ class Runner:
         records_in_order = np.concatenate(records)
         records_in_order["sync"] = 1
         words = {"n_tok": n_tok, "pos": pos, "first_out": first_out, "arena": self.arena.ctypes.data,
-                 "arena_size": self.arena_size} | arguments  # fmt: skip
+                 "arena_size": self.arena_size, "end_op": len(records_in_order)} | arguments  # fmt: skip
         for name, value in words.items():
             self.control[getattr(walk, f"A_{name.upper()}")] = value
         walk.raise_go(self.control.ctypes.data)

@@ -45,8 +45,8 @@ GO, ARRIVED, RELEASED, ABORT, FINISHED = (8 * i for i in range(5))  # GO and FIN
 # Arguments of a run, written before GO is raised.
 (
     A_PROGRAM, A_TOKENS, A_N_TOK, A_POS, A_FIRST_OUT, A_LOGITS, A_COUNTS, A_ARENA, A_ARENA_SIZE, A_COS, A_SIN,
-    A_ROPE_ROW,
-) = range(40, 52)  # fmt: skip
+    A_ROPE_ROW, A_FIRST_OP, A_END_OP,
+) = range(40, 54)  # fmt: skip
 OWN = 56  # one line per thread from here: parked flag, last run seen, barriers passed
 OWN_PARKED, OWN_SEEN, OWN_PHASE = 0, 1, 2
 
@@ -233,15 +233,16 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
 
 @njit
 def _run(program, t, n_threads, ctl):
-    """All operators for the tokens of this run; ends early, with the whole team, when ABORT is raised."""
+    """Operators A_FIRST_OP..A_END_OP-1 for the tokens of this run; ends early, with the whole team, when ABORT is raised."""
     phase_word = ctl + 8 * (OWN + 8 * t + OWN_PHASE)
     n_tok = load_i64(ctl + 8 * A_N_TOK)
     pos = load_i64(ctl + 8 * A_POS)
     first_out = load_i64(ctl + 8 * A_FIRST_OUT)
-    for i in range(len(program)):
+    end = load_i64(ctl + 8 * A_END_OP)
+    for i in range(load_i64(ctl + 8 * A_FIRST_OP), end):
         o = program[i]
         _step(o, t, n_threads, n_tok, pos, first_out, ctl)
-        if o.sync:
+        if o.sync or i == end - 1:  # the last one ends the run
             phase = load_i64(phase_word) + 1
             store_i64(phase_word, phase)
             if barrier(ctl + 8 * ARRIVED, n_threads, phase, ctl + 8 * ABORT):
