@@ -13,8 +13,8 @@ from hotcold.convert.outtype import plain_type
 from hotcold.convert.precision import Report, cast
 from hotcold.convert.target import Target
 from hotcold.runtime import schema
-from hotcold.runtime.config import STOCK_ACTIVATIONS
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.ffn_config import STOCK_ACTIVATIONS
 
 KEY_RELU_AS_SILU = "hotcold.relu_as_silu"  # u32 K: the weights carry the factors below
 MAX_K = 14                                 # 2^15 times any weight of 2 would not fit F16

@@ -14,21 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.runtime import schema
+from hotcold.runtime.ffn_config import FfnConfig, PredictorConfig, read_ffn
 from hotcold.runtime.gguf_file import GGUFFile, safe_text
 from hotcold.runtime.keys import Keys, show
 
 # Limits far above any real model: they keep a wrong number from becoming a huge allocation.
 _MAX_LAYERS = 1024
-_MAX_WIDTH = 1 << 20  # n_embd, n_ff
+_MAX_WIDTH = 1 << 20  # n_embd
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 _MAX_CONTEXT = 1 << 24
 _MAX_VOCAB = 1 << 24
 
-# What a stock file of an architecture computes when no key says otherwise.
-STOCK_ACTIVATIONS = {"llama": "silu", "qwen2": "silu", "qwen3": "silu", "minicpm": "silu", "arcee": "relu2",
-                     "opt": "relu"}  # fmt: skip
 _INTERLEAVED_ROPE = ("llama", "minicpm", "arcee")
 _LEARNED_POSITIONS = ("opt",)
 _LAYER_NORM = ("opt",)
@@ -96,6 +93,8 @@ class ModelConfig:
     thresholds: tuple[float, ...]  # [n_layer]
     rope: Rope | None  # None: learned positions (position_embd.weight)
     window: tuple[int, ...]  # [n_layer], 0: full attention; w: a token sees itself and the w-1 before it
+    norm_relu: tuple[bool, ...]  # [n_layer]: a ReLU follows the layer's norms
+    predictors: tuple[PredictorConfig, ...] = ()  # [n_layer]; empty: the file has none
     embedding_scale: float = 1.0  # multiplies the token embedding
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the residual
     logit_scale: float = 1.0  # multiplies the logits
@@ -118,7 +117,7 @@ class ModelConfig:
         n_head, n_head_kv, head_dim = _heads(keys, n_layer, n_embd)
         n_vocab = _vocab(keys, n_embd)
         n_ctx = _context(keys, n_embd)
-        layout, activation, gated, n_ff, thresholds = _ffn(keys, n_layer, n_embd)
+        ffn: FfnConfig = read_ffn(keys, n_layer, n_embd)
         norm = "layer" if keys.arch in _LAYER_NORM else "rms"
         eps_key = "attention.layer_norm_epsilon" if norm == "layer" else "attention.layer_norm_rms_epsilon"
         embedding_scale, residual_scale, logit_scale = _scales(keys, n_layer, n_embd)
@@ -126,7 +125,7 @@ class ModelConfig:
         return cls(
             arch=keys.arch,
             name=safe_text(keys.text("general.name", default=keys.file.path.stem)),
-            layout=layout,
+            layout=ffn.layout,
             n_layer=n_layer,
             n_embd=n_embd,
             n_head=n_head,
@@ -134,14 +133,16 @@ class ModelConfig:
             head_dim=head_dim,
             n_vocab=n_vocab,
             n_ctx_train=n_ctx,
-            n_ff=n_ff,
+            n_ff=ffn.n_ff,
             norm=norm,
             norm_eps=keys.real(eps_key, 1e-12, 0.1),
-            activation=activation,
-            gated=gated,
-            thresholds=thresholds,
+            activation=ffn.activation,
+            gated=ffn.gated,
+            thresholds=ffn.thresholds,
             rope=None if keys.arch in _LEARNED_POSITIONS else _rope(keys, head_dim, n_ctx),
             window=_window(keys, n_layer),
+            norm_relu=ffn.norm_relu,
+            predictors=ffn.predictors,
             embedding_scale=embedding_scale,
             residual_scale=residual_scale,
             logit_scale=logit_scale,
@@ -220,56 +221,6 @@ def _context(keys: Keys, n_embd: int) -> int:
     if columns != n_embd:
         raise keys.error("tensor 'position_embd.weight'", f"shape [{rows}, {columns}]", allowed)
     return min(n_ctx, rows)
-
-
-def _ffn(keys: Keys, n_layer: int, n_embd: int) -> tuple[str, str, bool, tuple[int, ...], tuple[float, ...]]:
-    """-> layout, activation, gated, n_ff [n_layer], thresholds [n_layer]."""
-    split = keys.has(schema.KEY_VERSION)
-    if split and keys.integer(schema.KEY_VERSION, 1, (1 << 32) - 1) > schema.VERSION:
-        raise keys.error(f"key '{schema.KEY_VERSION}'", keys.raw(schema.KEY_VERSION),
-                         f"up to {schema.VERSION}: the file is from a newer hotcold, upgrade this one")  # fmt: skip
-    activation = keys.text(schema.KEY_ACTIVATION, default=None if split else STOCK_ACTIVATIONS[keys.arch])
-    if activation not in schema.ACTIVATIONS:
-        raise keys.error(f"key '{schema.KEY_ACTIVATION}'", show(activation), ", ".join(schema.ACTIVATIONS))
-    with_gate = [schema.block(layer, schema.FFN_GATE) in keys.file.tensors for layer in range(n_layer)]
-    if any(with_gate) and not all(with_gate):
-        raise keys.error("ffn_gate tensors", f"in {sum(with_gate)} of {n_layer} layers", "in all layers or in none")
-    gated = with_gate[0]
-    if activation == "drelu" and not gated:
-        raise keys.error(f"key '{schema.KEY_ACTIVATION}'", "'drelu' without ffn_gate tensors",
-                         "drelu only in a gated FFN")  # fmt: skip
-    return ("neuron-split" if split else "stock", activation, gated, _neurons(keys, n_layer, n_embd, split, gated),
-            _thresholds(keys, n_layer, activation))  # fmt: skip
-
-
-def _neurons(keys: Keys, n_layer: int, n_embd: int, split: bool, gated: bool) -> tuple[int, ...]:
-    key = schema.KEY_NEURONS if split else "feed_forward_length"
-    n_ff = [int(n) for n in keys.per_layer(key, n_layer, 1, _MAX_WIDTH, "iu")]
-    if split and keys.has("feed_forward_length"):
-        stock = keys.per_layer("feed_forward_length", n_layer, 1, _MAX_WIDTH, "iu")
-        if stock != n_ff:
-            raise keys.error(f"key '{schema.KEY_NEURONS}'", show(keys.raw(key)), "the same as feed_forward_length")
-    for layer, n in enumerate(n_ff):
-        name = schema.block(layer, schema.FFN_GATE if gated else schema.FFN_UP)
-        allowed = f"shape [{n}, {n_embd}], one row per neuron"
-        shape = keys.matrix(name, allowed)
-        if shape != (n, n_embd):
-            raise keys.error(f"tensor '{name}'", f"shape {list(shape)}", allowed)
-    return tuple(n_ff)
-
-
-def _thresholds(keys: Keys, n_layer: int, activation: str) -> tuple[float, ...]:
-    if not keys.has(schema.KEY_THRESHOLD):
-        if activation == "fatrelu":
-            raise keys.error(f"key '{schema.KEY_THRESHOLD}'", "nothing", "one threshold per layer for fatrelu")
-        return (0.0,) * n_layer
-    # Dense activations compare a magnitude with the threshold.
-    low = 0.0 if activation in schema.DENSE_ACTIVATIONS else -1e30
-    thresholds = tuple(float(t) for t in keys.per_layer(schema.KEY_THRESHOLD, n_layer, low, 1e30, "f"))
-    if activation == "relu" and any(thresholds):
-        raise keys.error(f"key '{schema.KEY_THRESHOLD}'", next(t for t in thresholds if t),
-                         "0 for relu: with a threshold it is fatrelu")  # fmt: skip
-    return thresholds
 
 
 def _rope(keys: Keys, head_dim: int, n_ctx: int) -> Rope:

@@ -72,11 +72,21 @@ def block(layer: int, name: str) -> str:
     return f"blk.{layer}.{name}"
 
 
+def key_matrix(gated: bool, by_column: bool) -> str:
+    """Name of the matrix that decides which neurons fire; by_column: in norm_relu layers of the neuron-split layout."""
+    if by_column:
+        return FFN_GATE_T if gated else FFN_UP_T
+    return FFN_GATE if gated else FFN_UP
+
+
 FFN_GATE = "ffn_gate.weight"
 FFN_UP = "ffn_up.weight"
 FFN_DOWN = "ffn_down.weight"                   # stock layout only
 FFN_UP_DOWN = "ffn_up_down.weight"
 FFN_DOWN_T = "ffn_down_t.weight"
+FFN_GATE_T = "ffn_gate_t.weight"               # norm_relu layers only, as the next two
+FFN_UP_T = "ffn_up_t.weight"
+ATTN_T = {"attn_q.weight": "attn_q_t.weight", "attn_k.weight": "attn_k_t.weight", "attn_v.weight": "attn_v_t.weight"}
 FFN_GATE_BIAS = "ffn_gate.bias"
 FFN_UP_BIAS = "ffn_up.bias"
 FFN_DOWN_BIAS = "ffn_down.bias"

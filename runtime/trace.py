@@ -17,7 +17,6 @@ from os import PathLike
 import numpy as np
 
 from hotcold.runtime import schema
-from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.kernels.reference import neuron_values

@@ -15,10 +15,12 @@ from gguf import GGMLQuantizationType
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
+from hotcold.runtime.ffn_config import PredictorConfig
 from hotcold.runtime.gguf_file import GGUFFile, safe_text
 from hotcold.runtime.kernels import formats
 
 _VECTOR_DTYPES = (np.float32, np.float16)
+Shapes = dict[str, tuple[tuple[int, ...], bool]]  # tensor name -> shape, whether it must be there
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,11 @@ class Weights:
         return self._tensors.get(schema.block(layer, name))
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], bool]]:
+def expected_tensors(config: ModelConfig) -> Shapes:
     """Every tensor a model of this configuration may have: name -> (shape, required)."""
     c = config
-    q, kv = c.n_head * c.head_dim, c.n_head_kv * c.head_dim
     layer_norm = c.norm == "layer"
-    shapes: dict[str, tuple[tuple[int, ...], bool]] = {
+    shapes: Shapes = {
         "token_embd.weight": ((c.n_vocab, c.n_embd), True),
         "output_norm.weight": ((c.n_embd,), True),
         "output_norm.bias": ((c.n_embd,), layer_norm),
@@ -73,40 +74,63 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], bo
     else:
         shapes["rope_freqs.weight"] = ((c.rope.n_dims // 2,), False)
     for layer in range(c.n_layer):
-        n_ff = c.n_ff[layer]
-        block: dict[str, tuple[tuple[int, ...], bool]] = {
-            "attn_norm.weight": ((c.n_embd,), True),
-            "attn_norm.bias": ((c.n_embd,), layer_norm),
-            "attn_q.weight": ((q, c.n_embd), True),
-            "attn_k.weight": ((kv, c.n_embd), True),
-            "attn_v.weight": ((kv, c.n_embd), True),
-            "attn_output.weight": ((c.n_embd, q), True),
-            "attn_q.bias": ((q,), False),
-            "attn_k.bias": ((kv,), False),
-            "attn_v.bias": ((kv,), False),
-            "attn_output.bias": ((c.n_embd,), False),
-            "attn_q_norm.weight": ((c.head_dim,), c.arch == "qwen3"),
-            "attn_k_norm.weight": ((c.head_dim,), c.arch == "qwen3"),
-            "ffn_norm.weight": ((c.n_embd,), True),
-            "ffn_norm.bias": ((c.n_embd,), layer_norm),
-            schema.FFN_UP_BIAS: ((n_ff,), False),
-            schema.FFN_DOWN_BIAS: ((c.n_embd,), False),
-        }
-        if c.gated:
-            block[schema.FFN_GATE] = ((n_ff, c.n_embd), True)
-            block[schema.FFN_GATE_BIAS] = ((n_ff,), False)
-        if c.layout == "stock":
-            block[schema.FFN_UP] = ((n_ff, c.n_embd), True)
-            block[schema.FFN_DOWN] = ((c.n_embd, n_ff), True)
-        elif c.gated:
-            block[schema.FFN_UP_DOWN] = ((2 * n_ff, c.n_embd), True)
-        else:
-            block[schema.FFN_UP] = ((n_ff, c.n_embd), True)
-            block[schema.FFN_DOWN_T] = ((n_ff, c.n_embd), True)
-        if c.layout == "neuron-split":
-            block[schema.FFN_NEURON_ID] = ((n_ff,), True)
+        block = _attention_tensors(c, layer) | _ffn_tensors(c, layer)
         shapes.update({schema.block(layer, name): entry for name, entry in block.items()})
     return shapes
+
+
+def _attention_tensors(c: ModelConfig, layer: int) -> Shapes:
+    q, kv = c.n_head * c.head_dim, c.n_head_kv * c.head_dim
+    layer_norm = c.norm == "layer"
+    block: Shapes = {"attn_norm.weight": ((c.n_embd,), True), "attn_norm.bias": ((c.n_embd,), layer_norm)}
+    for name, rows in zip(schema.ATTN_T, (q, kv, kv), strict=True):
+        turned = by_column(c, layer)
+        block[schema.ATTN_T[name] if turned else name] = ((c.n_embd, rows) if turned else (rows, c.n_embd), True)
+    return block | {
+        "attn_output.weight": ((c.n_embd, q), True),
+        "attn_q.bias": ((q,), False),
+        "attn_k.bias": ((kv,), False),
+        "attn_v.bias": ((kv,), False),
+        "attn_output.bias": ((c.n_embd,), False),
+        "attn_q_norm.weight": ((c.head_dim,), c.arch == "qwen3"),
+        "attn_k_norm.weight": ((c.head_dim,), c.arch == "qwen3"),
+        "ffn_norm.weight": ((c.n_embd,), True),
+        "ffn_norm.bias": ((c.n_embd,), layer_norm),
+    }
+
+
+def _ffn_tensors(c: ModelConfig, layer: int) -> Shapes:
+    n_ff = c.n_ff[layer]
+    block: Shapes = {schema.FFN_UP_BIAS: ((n_ff,), False), schema.FFN_DOWN_BIAS: ((c.n_embd,), False)}
+    turned = by_column(c, layer)
+    block[schema.key_matrix(c.gated, turned)] = ((c.n_embd, n_ff) if turned else (n_ff, c.n_embd), True)
+    if c.gated:
+        block[schema.FFN_GATE_BIAS] = ((n_ff,), False)
+    if c.layout == "stock":
+        return block | {schema.FFN_UP: ((n_ff, c.n_embd), True), schema.FFN_DOWN: ((c.n_embd, n_ff), True)}
+    if c.gated:
+        block[schema.FFN_UP_DOWN] = ((2 * n_ff, c.n_embd), True)
+    else:
+        block[schema.FFN_DOWN_T] = ((n_ff, c.n_embd), True)
+    block |= {schema.FFN_NEURON_ID: ((n_ff,), True), schema.FFN_NEURON_COUNT: ((n_ff,), False)}
+    return block | _predictor_tensors(c, layer)
+
+
+def _predictor_tensors(c: ModelConfig, layer: int) -> Shapes:
+    predictor = c.predictors[layer] if c.predictors else PredictorConfig("none")
+    if predictor.kind == "none":
+        return {}
+    n_ff, rank = c.n_ff[layer], predictor.rank
+    block: Shapes = {schema.FFN_PRED_OUT_BIAS: ((n_ff,), True)}
+    if predictor.kind == "signbit":
+        return block | {schema.FFN_PRED_SIGN: ((n_ff, 2 * -(-c.n_embd // 64)), True)}
+    block |= {schema.FFN_PRED_IN: ((rank, c.n_embd), True), schema.FFN_PRED_OUT: ((n_ff, rank), True)}
+    return block | ({schema.FFN_PRED_IN_BIAS: ((rank,), True)} if predictor.kind == "mlp" else {})
+
+
+def by_column(c: ModelConfig, layer: int) -> bool:
+    """Whether the matrices that read the layer's norms hold one row per input, so that inputs of 0 can be skipped."""
+    return c.layout == "neuron-split" and c.norm_relu[layer]
 
 
 def load_weights(file: GGUFFile, config: ModelConfig) -> Weights:
@@ -130,8 +154,15 @@ def load_weights(file: GGUFFile, config: ModelConfig) -> Weights:
             continue
         if info.shape != shape:
             raise GGUFError(f"{file.path}: tensor {name!r} has shape {list(info.shape)}, expected {list(shape)}")
-        if name.endswith(schema.FFN_NEURON_ID):
+        part = name.rpartition(".")[2]
+        if part == schema.FFN_NEURON_ID:
             _check_neuron_ids(file, name, shape[0])
+            continue
+        if part == schema.FFN_NEURON_COUNT:
+            _check_counts(file, name)
+            continue
+        if part == schema.FFN_PRED_SIGN:
+            tensors[name] = _signs(file, name)
             continue
         tensors[name] = _vector(file, name) if len(shape) == 1 else _matrix(file, name)
     return Weights(tensors)
@@ -167,3 +198,17 @@ def _check_neuron_ids(file: GGUFFile, name: str, n_ff: int) -> None:
     if ids.dtype != np.int32 or not np.array_equal(np.bincount(ids[(ids >= 0) & (ids < n_ff)], minlength=n_ff),
                                                    np.ones(n_ff, np.int64)):
         raise GGUFError(f"{file.path}: tensor {name!r} is not a permutation of 0..{n_ff - 1} in i32")
+
+
+def _check_counts(file: GGUFFile, name: str) -> None:
+    counts = file.data(name)
+    if counts.dtype != np.int64 or counts.min() < 0:
+        raise GGUFError(f"{file.path}: tensor {name!r} must hold counts, 0 or more, in i64")
+
+
+def _signs(file: GGUFFile, name: str) -> Matrix:
+    data = file.data(name)
+    if data.dtype != np.int32:
+        raise GGUFError(f"{file.path}: tensor {name!r} is {file.tensors[name].ggml_type.name}, must be I32")
+    rows, cols = data.shape
+    return Matrix(name, data, int(GGMLQuantizationType.I32), rows, cols, 4 * cols, data.ctypes.data)

@@ -134,7 +134,7 @@ def config(**fields: Any) -> ModelConfig:
     small: dict[str, Any] = dict(
         arch="llama", name="", layout="neuron-split", n_layer=1, n_embd=8, n_head=1, n_head_kv=1, head_dim=8,
         n_vocab=8, n_ctx_train=8, n_ff=(8,), norm="rms", norm_eps=1e-6, activation="relu", gated=False,
-        thresholds=(0.0,), rope=None, window=(0,),
+        thresholds=(0.0,), rope=None, window=(0,), norm_relu=(False,),
     )  # fmt: skip
     return ModelConfig(**(small | fields))
 

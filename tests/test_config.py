@@ -48,6 +48,7 @@ def test_stock_llama(tmp_path: Path) -> None:
         arch="llama", name="tiny", layout="stock", n_layer=2, n_embd=16, n_head=2, n_head_kv=1, head_dim=8,
         n_vocab=12, n_ctx_train=64, n_ff=(24, 24), norm="rms", norm_eps=pytest.approx(1e-5), activation="silu",
         gated=True, thresholds=(0.0, 0.0), rope=Rope(8, True, 10000.0, "none"), window=(0, 0),
+            norm_relu=(False, False),
     )  # fmt: skip
 
 

@@ -233,7 +233,7 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
 
 @njit
 def _run(program, t, n_threads, ctl):
-    """Operators A_FIRST_OP..A_END_OP-1 for the tokens of this run; ends early, with the whole team, when ABORT is raised."""
+    """Operators A_FIRST_OP..A_END_OP-1 for the tokens of this run; ABORT ends it early, for the whole team."""
     phase_word = ctl + 8 * (OWN + 8 * t + OWN_PHASE)
     n_tok = load_i64(ctl + 8 * A_N_TOK)
     pos = load_i64(ctl + 8 * A_POS)
