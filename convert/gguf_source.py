@@ -22,6 +22,8 @@ from hotcold.runtime.weights import expected_tensors
 # Written anew for the target, or about this file's own layout.
 OWN_KEYS = ("general.architecture", "general.alignment", "general.file_type", "general.quantization_version",
             "split.no", "split.count", "split.tensors.count")
+# What profiling and training added: about neurons in this file's order, for this runtime only.
+PROFILED = (schema.FFN_NEURON_COUNT, *schema.PRED_TENSORS)
 HARMLESS_TENSORS = ("attn_rot_embd.weight",)  # frequencies that old converters stored beside freq_base
 # Keys behind the architecture's name that change nothing here: bookkeeping, and what only counts beside another key
 # (config.py asks for those only where they count).
@@ -104,6 +106,8 @@ def _named_tensors(f: GGUFFile, config: ModelConfig, report: Report) -> dict[str
             else:
                 unknown.append(safe_text(name))
             continue
+        if name.split(".", 2)[-1] in PROFILED:
+            continue
         shape, _ = expected[name]
         if info.shape != shape:
             raise HotcoldError(f"{f.path}: tensor {name} has shape {list(info.shape)}, expected {list(shape)}")
@@ -166,16 +170,20 @@ def _metadata(f: GGUFFile, report: Report) -> Metadata:
     for key in f.metadata:
         if key in OWN_KEYS or key.startswith("hotcold."):
             continue
-        kind, element = f.types[key]
-        if kind == GGUFValueType.ARRAY and f.length(key) == 0:
+        value = copied_value(f, key)
+        if value is None:
             report.note(f"metadata key {safe_text(key)} is an empty array: left out")
             continue
-        if element == GGUFValueType.STRING:
-            value = f.string_bytes(key)  # bytes: tokens need not be UTF-8
-        else:
-            value = f.metadata[key]
-            if isinstance(value, np.ndarray):
-                value = value.tolist()
-        meta[key] = MetaValue(value, kind, element)
+        meta[key] = value
     return meta
 
+
+def copied_value(f: GGUFFile, key: str) -> MetaValue | None:
+    """A key's value as it is to be written again, with its type; None for an empty array, which cannot be written."""
+    kind, element = f.types[key]
+    if kind == GGUFValueType.ARRAY and f.length(key) == 0:
+        return None
+    if element == GGUFValueType.STRING:
+        return MetaValue(f.string_bytes(key), kind, element)  # bytes: tokens need not be UTF-8
+    value = f.metadata[key]
+    return MetaValue(value.tolist() if isinstance(value, np.ndarray) else value, kind, element)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         check_name(out, args.force)
         if not out.absolute().parent.is_dir():
             raise HotcoldError(f"{out.absolute().parent}: no such folder")
-        with _terminable(), _progress(console, target.n_bytes) as progress:
+        with terminable(), writing_progress(console, target.n_bytes) as progress:
             size = write_target(target, out, progress, model.release, args.force)
     _say_notes(console, report)
     _say_losses(console, report, args.verbose)
@@ -191,7 +191,7 @@ def _say_losses(console: Console, report: Report, verbose: bool) -> None:
 
 
 @contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[str, int], None]]:
+def writing_progress(console: Console, total: int) -> Iterator[Callable[[str, int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
                TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -204,7 +204,7 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str, int], Non
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """SIGTERM ends the program through the cleanup, like Ctrl-C."""
 
     def stop(signum: int, frame: FrameType | None) -> None:

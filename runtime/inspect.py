@@ -11,6 +11,7 @@ import io
 import math
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from rich.text import Text
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
+from hotcold.runtime.facts import read_counts, read_placement_facts, read_predictor_facts
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 from hotcold.runtime.gguf_parse import type_text
 from hotcold.runtime.weights import load_weights
@@ -97,7 +99,52 @@ def _summary(f: GGUFFile) -> Table:
     if any(config.window):
         _add(table, "sliding window", f"{max(config.window)} in {sum(w > 0 for w in config.window)} layers")
     _add(table, "trained context", config.n_ctx_train)
+    if config.layout == "neuron-split":
+        for row, lines in (("neurons", _counts), ("predictors", _predictors), ("placements", _placements)):
+            try:
+                for line in lines(f, config):
+                    _add(table, row, line)
+            except GGUFError as e:
+                _add(table, row, f"unusable: {_without_path(f, e)}")
     return table
+
+
+def _counts(f: GGUFFile, config: ModelConfig) -> Iterator[str]:
+    counts = read_counts(f, config)
+    if counts is None:
+        yield "in no order of frequency: not profiled"
+        return
+    source = f"{counts.tokens} tokens of {safe_text(counts.corpus, _SHOWN_CHARACTERS) or 'an unnamed text'}"
+    yield f"sorted by frequency: {'yes' if counts.sorted else 'no, but counted'}, {source}"
+    low, high = min(counts.sparsity), max(counts.sparsity)
+    mean = 1 - sum(float(c.sum()) for c in counts.fired) / (counts.tokens * sum(config.n_ff))
+    yield f"sparsity {mean:.1%} ({low:.1%} to {high:.1%} in {config.n_layer} layers)"
+
+
+def _predictors(f: GGUFFile, config: ModelConfig) -> Iterator[str]:
+    facts = read_predictor_facts(f, config)
+    if facts is None:
+        return
+    used = [layer for layer, kind in enumerate(facts.kinds) if kind != "none"]
+    kinds = ", ".join(kind for kind in schema.PREDICTORS[1:] if kind in facts.kinds) or "none"
+    quality = [("recall", facts.recall), ("density", facts.density)] if used else []
+    means = [f"mean {name} {sum(values[i] for i in used) / len(used):.1%}" for name, values in quality if values]
+    yield ", ".join([kinds, *means])
+    if facts.falls_back:
+        layers = ", ".join(map(str, facts.falls_back))
+        yield f"exact in {len(facts.falls_back)} of {config.n_layer} layers: {layers}"
+
+
+def _placements(f: GGUFFile, config: ModelConfig) -> Iterator[str]:
+    counts = read_counts(f, config)
+    for entry in read_placement_facts(f, config):
+        share = sum(entry.hot) / sum(config.n_ff)
+        line = f"{format_bytes(entry.budget)}, context {entry.n_ctx}: {share:.1%} of neurons"
+        fired = sum(float(c.sum()) for c in counts.fired) if counts else 0.0
+        if counts and fired:
+            share = sum(float(c[:n].sum()) for c, n in zip(counts.fired, entry.hot, strict=True)) / fired
+            line += f" on the GPU, which make {share:.1%} of firings"
+        yield line if fired else line + " on the GPU"
 
 
 def _runs(f: GGUFFile, config: ModelConfig) -> str:
