@@ -1,0 +1,454 @@
+"""Which neurons go to the GPU: the integer programs of placement. Pure functions of numbers.
+
+In: per layer the neurons' frequencies and row sizes, seconds per byte, bytes of memory. Out: Solution, per layer how
+many of its first neurons are hot and whether all its key rows are on the GPU. Next: plan_vram.py.
+
+Neurons are sorted by frequency, so a layer's hot neurons are a prefix and every layer has a short list of choices:
+0, 64, 128, ... neurons, with its key rows on the GPU or without. Two objectives:
+
+paper  the PowerInfer paper's program: the most activations on the GPU. A layer has none there, or enough of them that
+       what the GPU saves covers one synchronisation.
+time   the least expected time per token: sum over layers of max(GPU, CPU) + t_sync * P(a cold neuron fires).
+
+Both first relax the memory limit with one price per byte. That gives a bound, a good first solution, and the proof
+that most choices cannot be part of a better one; HiGHS solves what is left exactly. So 80 layers take a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotcold.runtime.errors import HotcoldError
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+OBJECTIVES = ("paper", "time")
+BATCH = 64  # neurons that are placed together
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds per byte read: `read` whole matrices one row after the other, `rows` chosen rows; t_sync in seconds."""
+
+    cpu_read: float
+    cpu_rows: float
+    gpu_read: float
+    gpu_rows: float
+    t_sync: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The FFN of one layer. `decide` and `fire` are what a token reads, `key_row` and `value_row` what is stored."""
+
+    frequency: np.ndarray  # f64 [n]: share of tokens a neuron fires on, descending
+    key_row: int  # bytes per neuron
+    value_row: int  # bytes per neuron: up row and down column, or the down column
+    decide: np.ndarray  # f64 [n]: expected bytes read to learn whether the neuron fires (all of key_row in exact mode)
+    fire: float  # bytes read of a neuron that fires
+    usable: bool = True  # the layer's attention is on the GPU; without it the FFN is the CPU's
+    split_keys: bool = True  # the GPU may hold all key rows without the values
+    own_keys: bool = True  # hot neurons may bring their own key rows only
+    p_cold: np.ndarray | None = field(default=None)  # f64 [n + 1]: chance that the CPU has work when n are hot
+
+    @property
+    def n(self) -> int:
+        return len(self.frequency)
+
+    @property
+    def row(self) -> int:
+        return self.key_row + self.value_row
+
+
+@dataclass(frozen=True)
+class Times:
+    """Expected seconds of a layer's FFN. before: key rows on the GPU; then GPU and CPU side by side; then the wait."""
+
+    before: float
+    gpu: float
+    cpu: float
+    p_cold: float
+    sync: float
+
+    @property
+    def total(self) -> float:
+        return self.before + max(self.gpu, self.cpu) + self.sync
+
+
+@dataclass(frozen=True)
+class Solution:
+    hot: tuple[int, ...]
+    keys: tuple[bool, ...]
+    objective: float  # paper: activations per token on the GPU; time: seconds of all FFNs
+    bound: float  # no solution is better than this
+    status: str  # "optimal", or what stopped the search
+    used: int  # bytes on the GPU
+
+    @property
+    def gap(self) -> float:
+        """Distance to the bound, relative to the objective."""
+        return abs(self.bound - self.objective) / max(abs(self.objective), 1e-300)
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What one layer can do; arrays of one length. Smaller cost is better for both objectives."""
+
+    hot: np.ndarray  # i64
+    keys: np.ndarray  # bool
+    size: np.ndarray  # i64, bytes on the GPU
+    cost: np.ndarray  # f64
+
+
+def check_layers(layers: Sequence[Layer]) -> None:
+    """Raise HotcoldError, naming the layer, for numbers that are not frequencies in descending order."""
+    for number, layer in enumerate(layers):
+        f = layer.frequency
+        if f.ndim != 1 or not len(f):
+            raise HotcoldError(f"layer {number}: frequencies have shape {list(f.shape)}, expected one per neuron")
+        bad = ~((f >= 0) & (f <= 1))  # NaN too
+        if bad.any():
+            at = int(bad.argmax())
+            raise HotcoldError(f"layer {number}: frequency {f[at]} of neuron {at} is not a share from 0 to 1")
+        if (np.diff(f) > 0).any():
+            raise HotcoldError(f"layer {number}: neurons are not in descending order of frequency: sort the file first "
+                               "(hotcold place --profile)")  # fmt: skip
+        for what, values, n in (("decide", layer.decide, layer.n), ("p_cold", layer.p_cold, layer.n + 1)):
+            if values is not None and (values.shape != (n,) or not (np.isfinite(values) & (values >= 0)).all()):
+                raise HotcoldError(f"layer {number}: {what} must be {n} finite numbers of at least 0")
+
+
+def chance_of_cold(chance: np.ndarray) -> np.ndarray:
+    """[n + 1]: chance that any neuron from i on has work for the CPU, if they are independent."""
+    with np.errstate(divide="ignore"):
+        none = np.cumsum(np.log1p(-np.minimum(chance, 1.0))[::-1])[::-1]
+    return np.append(-np.expm1(none), 0.0)
+
+
+def layer_times(layer: Layer, rates: Rates, hot: int, keys: bool) -> Times:
+    """Expected seconds of one layer's FFN per token."""
+    before, gpu, cpu, p = (float(v[0]) for v in _times(layer, rates, np.array([hot]), keys))
+    return Times(before, gpu, cpu, p, rates.t_sync * p)
+
+
+def minimum_neurons(layer: Layer, rates: Rates) -> float:
+    """C_l: fewest neurons on the GPU whose gain over the CPU covers t_sync; infinity if the GPU is not faster."""
+    gain = layer.row * (rates.cpu_rows - rates.gpu_rows)
+    return math.ceil(rates.t_sync / gain - 1e-9) if gain > 0 else math.inf
+
+
+def solve(
+    layers: Sequence[Layer], rates: Rates, objective: str, *, gpu_bytes: int, cpu_bytes: int | None = None,
+    batch: int = BATCH, time_limit: float = 8.0,
+) -> Solution:  # fmt: skip
+    """The best placement of FFN rows in `gpu_bytes` of VRAM and, if given, `cpu_bytes` of RAM for the cold rows.
+
+    Never worse than greedy(). Raises HotcoldError where no placement fits.
+    """
+    choices, floor = _prepare(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
+    price, bound = _price(choices, gpu_bytes)
+    picked = _greedy(choices, gpu_bytes, floor)
+    cost = math.inf if picked is None else _total(choices, picked)
+    status = "optimal"
+    if cost - bound > 1e-12 * abs(bound):
+        kept = [_worth_keeping(c, price, cost - bound, choices) for c in choices]
+        program = _paper_program if objective == "paper" else _choice_program
+        found, status, least = program(layers, rates, choices, kept, gpu_bytes, floor, batch, time_limit)
+        bound = max(bound, min(least, cost))
+        if found is not None and _total(choices, found) < cost and _fits(choices, found, gpu_bytes, floor):
+            picked = found
+    if picked is None:
+        raise HotcoldError(f"{_in_words(cpu_bytes)} of RAM and {_in_words(gpu_bytes)} of VRAM cannot hold the FFN's "
+                           f"{_in_words(sum(layer.row * layer.n for layer in layers))} of rows")  # fmt: skip
+    return _solution(choices, picked, bound, status, objective)
+
+
+def greedy(
+    layers: Sequence[Layer], rates: Rates, objective: str, *, gpu_bytes: int, cpu_bytes: int | None = None,
+    batch: int = BATCH,
+) -> Solution | None:  # fmt: skip
+    """The first solution that solve() improves on: best gain per byte first; None where it finds nothing that fits."""
+    choices, floor = _prepare(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
+    picked = _greedy(choices, gpu_bytes, floor)
+    return None if picked is None else _solution(choices, picked, _price(choices, gpu_bytes)[1], "greedy", objective)
+
+
+# ---- choices
+
+
+def _prepare(
+    layers: Sequence[Layer], rates: Rates, objective: str, gpu_bytes: int, cpu_bytes: int | None, batch: int
+) -> tuple[list[_Choices], int]:
+    """-> the layers' choices, and the fewest bytes that must go to the GPU so that the rest fits the CPU."""
+    if objective not in OBJECTIVES:
+        raise HotcoldError(f"objective {objective!r} is unknown, choose from {', '.join(OBJECTIVES)}")
+    if gpu_bytes < 0 or cpu_bytes is not None and cpu_bytes < 0:
+        raise HotcoldError(f"memory for neurons is {min(gpu_bytes, cpu_bytes or 0)} bytes, must be at least 0")
+    check_layers(layers)
+    floor = 0 if cpu_bytes is None else max(0, sum(layer.row * layer.n for layer in layers) - cpu_bytes)
+    return [_choices(layer, rates, objective, batch) for layer in layers], floor
+
+
+def _grid(n: int, batch: int) -> np.ndarray:
+    """Sums of batches, the last of which may be smaller."""
+    whole = np.arange(0, n + 1, batch)
+    rest = n % batch
+    return np.unique(np.concatenate([whole, whole + rest])) if rest else whole
+
+
+def _choices(layer: Layer, rates: Rates, objective: str, batch: int) -> _Choices:
+    hot = _grid(layer.n, batch) if layer.usable else np.zeros(1, np.int64)
+    if objective == "paper":
+        if not layer.own_keys:
+            raise HotcoldError("objective 'paper' places whole neurons, but this model's key rows are stored by input "
+                               "column: use --objective time")  # fmt: skip
+        hot = hot[(hot == 0) | (hot >= minimum_neurons(layer, rates))]
+        activations = np.append(0.0, np.cumsum(layer.frequency))
+        return _Choices(hot, np.zeros(len(hot), bool), hot * layer.row, -activations[hot])
+    parts = []
+    for keys in (False, True):
+        if keys and not (layer.usable and layer.split_keys):
+            continue
+        some = hot if keys or layer.own_keys else hot[:1]
+        before, gpu, cpu, p = _times(layer, rates, some, keys)
+        size = some * layer.value_row + (layer.n if keys else some) * layer.key_row
+        parts.append(_Choices(some, np.full(len(some), keys), size, before + np.maximum(gpu, cpu) + rates.t_sync * p))
+    return _Choices(*(np.concatenate([getattr(p, name) for p in parts]) for name in ("hot", "keys", "size", "cost")))
+
+
+def _times(layer: Layer, rates: Rates, hot: np.ndarray, keys: bool) -> tuple[np.ndarray, ...]:
+    """Seconds [len(hot)] before, on the GPU, on the CPU, and the chance that the GPU waits for the CPU."""
+    fires = np.append(0.0, np.cumsum(layer.frequency)) * layer.fire
+    decides = np.append(0.0, np.cumsum(layer.decide))
+    zero = np.zeros(len(hot))
+    if not layer.usable:
+        return zero, zero, zero + decides[-1] * rates.cpu_read + fires[-1] * rates.cpu_rows, zero
+    gpu, cpu = fires[hot] * rates.gpu_rows, (fires[-1] - fires[hot]) * rates.cpu_rows
+    if keys:
+        before, chance = zero + decides[-1] * rates.gpu_read, layer.frequency
+    else:
+        # Who has the key rows learns what fires, so the GPU waits whenever the CPU has anything to look at.
+        before, chance = zero, layer.decide / layer.key_row
+        gpu = gpu + decides[hot] * rates.gpu_read
+        cpu = cpu + (decides[-1] - decides[hot]) * rates.cpu_read
+    p_cold = chance_of_cold(chance) if layer.p_cold is None else layer.p_cold
+    return before, gpu, cpu, np.where(hot < layer.n, p_cold[hot], 0.0)
+
+
+# ---- one price per byte: bound, greedy, pruning
+
+
+def _hull(c: _Choices) -> np.ndarray:
+    """Indices of the lower convex hull of (size, cost), from the smallest size to the least cost."""
+    order = np.lexsort((c.cost, c.size))
+    order = order[np.append(True, np.minimum.accumulate(c.cost[order])[:-1] > c.cost[order][1:])]  # only improvements
+    size, cost = c.size[order].tolist(), c.cost[order].tolist()
+    hull: list[int] = []
+    for i in range(len(order)):
+        while len(hull) > 1:
+            a, b = hull[-2], hull[-1]
+            if (cost[b] - cost[a]) * (size[i] - size[a]) < (cost[i] - cost[a]) * (size[b] - size[a]):
+                break
+            hull.pop()
+        hull.append(i)
+    return order[hull]
+
+
+def _steps(choices: Sequence[_Choices]) -> tuple[list[np.ndarray], list[tuple[float, int, int]]]:
+    """-> hulls, and all their steps (gain per byte, layer, position of the hull it leads to), best first."""
+    hulls = [_hull(c) for c in choices]
+    steps = []
+    for number, (c, hull) in enumerate(zip(choices, hulls, strict=True)):
+        rate = -np.diff(c.cost[hull]) / np.diff(c.size[hull])
+        steps += [(r, number, k + 1) for k, r in enumerate(rate.tolist())]
+    return hulls, sorted(steps, key=lambda step: (-step[0], step[1], step[2]))
+
+
+def _price(choices: Sequence[_Choices], capacity: int) -> tuple[float, float]:
+    """-> price per byte at which the memory is just used up, and the bound it gives on the total cost."""
+    hulls, steps = _steps(choices)
+    left = capacity - sum(int(c.size[h[0]]) for c, h in zip(choices, hulls, strict=True))
+    price = 0.0
+    for rate, number, k in steps:
+        left -= int(choices[number].size[hulls[number][k]] - choices[number].size[hulls[number][k - 1]])
+        if left < 0:
+            price = rate
+            break
+    return price, sum(float((c.cost + price * c.size).min()) for c in choices) - price * capacity
+
+
+def _greedy(choices: Sequence[_Choices], capacity: int, floor: int) -> list[int] | None:
+    """Hull steps in order of gain per byte while they fit, then the best use of what is left; None if under `floor`."""
+    hulls, steps = _steps(choices)
+    picked = [int(h[0]) for h in hulls]
+    left = capacity - _size(choices, picked)
+    full: set[int] = set()
+    for _, number, k in steps:
+        c, to = choices[number], int(hulls[number][k])
+        extra = int(c.size[to] - c.size[picked[number]])
+        if number in full or extra > left:
+            full.add(number)
+            continue
+        picked[number], left = to, left - extra
+    if _size(choices, picked) < floor:  # the CPU cannot hold the rest: fill the GPU
+        for number in range(len(choices)):
+            left = _refill(choices, picked, number, left, -choices[number].size)
+    for _ in range(3):
+        before = list(picked)
+        for number in range(len(choices)):
+            slack = _size(choices, picked) - floor
+            left = _refill(choices, picked, number, left, choices[number].cost, slack)
+        if picked == before:
+            break
+    return picked if _size(choices, picked) >= floor else None
+
+
+def _refill(
+    choices: Sequence[_Choices], picked: list[int], number: int, left: int, cost: np.ndarray, slack: int = 0
+) -> int:
+    """Give one layer its best choice that fits into what is left (and frees at most `slack`); returns what is left."""
+    c, now = choices[number], picked[number]
+    extra = c.size - c.size[now]
+    best = int(np.where((extra <= left) & (extra >= -slack), cost, np.inf).argmin())
+    if cost[best] < cost[now]:
+        picked[number] = best
+        return left - int(extra[best])
+    return left
+
+
+def _worth_keeping(c: _Choices, price: float, slack: float, choices: Sequence[_Choices]) -> np.ndarray:
+    """Mask of the choices that a solution better than the known one may contain: the others alone cost too much."""
+    reduced = c.cost + price * c.size
+    rounding = 1e-12 * sum(float(np.abs(other.cost).max()) for other in choices) if math.isfinite(slack) else 0.0
+    return reduced - reduced.min() <= slack + rounding
+
+
+def _size(choices: Sequence[_Choices], picked: Sequence[int]) -> int:
+    return sum(int(c.size[i]) for c, i in zip(choices, picked, strict=True))
+
+
+def _total(choices: Sequence[_Choices], picked: Sequence[int]) -> float:
+    return math.fsum(float(c.cost[i]) for c, i in zip(choices, picked, strict=True))
+
+
+def _fits(choices: Sequence[_Choices], picked: Sequence[int], capacity: int, floor: int) -> bool:
+    return floor <= _size(choices, picked) <= capacity
+
+
+def _solution(
+    choices: Sequence[_Choices], picked: Sequence[int], bound: float, status: str, objective: str
+) -> Solution:  # fmt: skip
+    sign = -1.0 if objective == "paper" else 1.0
+    return Solution(
+        tuple(int(c.hot[i]) for c, i in zip(choices, picked, strict=True)),
+        tuple(bool(c.keys[i]) for c, i in zip(choices, picked, strict=True)),
+        sign * _total(choices, picked), sign * bound, status, _size(choices, picked),
+    )  # fmt: skip
+
+
+def _in_words(n_bytes: int | None) -> str:
+    return "unlimited" if n_bytes is None else f"{n_bytes / 2**30:.2f} GiB"
+
+
+# ---- the programs for HiGHS
+
+
+def _choice_program(
+    layers: Sequence[Layer], rates: Rates, choices: Sequence[_Choices], kept: Sequence[np.ndarray], capacity: int,
+    floor: int, batch: int, time_limit: float,
+) -> tuple[list[int] | None, str, float]:  # fmt: skip
+    """Time: one binary per kept choice, exactly one in each layer, their bytes within the limits."""
+    from scipy.sparse import csr_matrix, vstack
+
+    index = [np.flatnonzero(k) for k in kept]
+    owner = np.repeat(np.arange(len(choices)), [len(i) for i in index])
+    size, cost = (np.concatenate([getattr(c, name)[i] for c, i in zip(choices, index, strict=True)])
+                  for name in ("size", "cost"))  # fmt: skip
+    one = csr_matrix((np.ones(len(owner)), (owner, np.arange(len(owner)))))
+    unit = _unit(size)
+    rows = vstack([one, csr_matrix(size // unit)])
+    ones = np.ones(len(choices))
+    low, high = np.append(ones, math.ceil(floor / unit)), np.append(ones, capacity // unit)
+    least = np.array([cost[owner == number].min() for number in range(len(choices))])
+    z, status, bound = _milp(cost - least[owner], rows, low, high, np.zeros(len(owner)), np.ones(len(owner)),
+                             time_limit)  # fmt: skip
+    if z is None:
+        return None, status, -math.inf
+    picked = [int(i[z[owner == number].argmax()]) for number, i in enumerate(index)]
+    return picked, status, bound + float(least.sum())
+
+
+def _paper_program(
+    layers: Sequence[Layer], rates: Rates, choices: Sequence[_Choices], kept: Sequence[np.ndarray], capacity: int,
+    floor: int, batch: int, time_limit: float,
+) -> tuple[list[int] | None, str, float]:  # fmt: skip
+    """The paper's: a = 1 for a batch on the GPU (else it is the CPU's), y = 1 for a layer that has any there.
+
+    a is fixed where every kept choice agrees. A batch set is then read as the prefix of as many neurons: it is as
+    large, and holds at least as many activations.
+    """
+    from scipy.sparse import csr_matrix
+
+    cost, size, low, high, where, entries = [], [], [], [], [], []
+    at = 0
+    for number, (layer, c, keep) in enumerate(zip(layers, choices, kept, strict=True)):
+        counts = np.full(-(-layer.n // batch), batch)
+        counts[-1] = layer.n - batch * (len(counts) - 1)
+        sums = np.add.reduceat(layer.frequency, np.arange(0, layer.n, batch))
+        possible = c.hot[keep]
+        y, n_a, n_min = at + len(counts), len(counts), minimum_neurons(layer, rates)
+        first, last = int(possible.min()) // batch, -(-int(possible.max()) // batch)
+        if not layer.usable or n_min > layer.n:
+            n_min, first, last = layer.n + 1, 0, 0
+        small = counts[-1] < batch and last > 0  # may stand in for any other
+        cost.append(np.append(-sums, 0.0))
+        size.append(np.append(counts * layer.row, 0))
+        low.append(np.append(np.arange(n_a) < first - (1 if small else 0), 0))
+        high.append(np.append((np.arange(n_a) < last) | (small & (np.arange(n_a) == n_a - 1)), 1))
+        where.append(slice(at, at + n_a))
+        columns = np.arange(at, at + n_a)
+        for row, big in ((2 * number, n_min), (2 * number + 1, layer.n)):  # sum >= C_l y;  sum <= K y
+            entries.append((np.full(n_a + 1, row), np.append(columns, y), np.append(counts, -big)))
+        at += n_a + 1
+    sizes = np.concatenate(size)
+    unit = _unit(sizes)
+    entries.append((np.full(at, 2 * len(layers)), np.arange(at), sizes // unit))
+    row, column, value = (np.concatenate([e[k] for e in entries]) for k in range(3))
+    least = np.append(np.tile([0.0, -np.inf], len(layers)), math.ceil(floor / unit))
+    most = np.append(np.tile([np.inf, 0.0], len(layers)), capacity // unit)
+    z, status, bound = _milp(np.concatenate(cost), csr_matrix((value, (row, column))), least, most,
+                             np.concatenate(low), np.concatenate(high), time_limit)  # fmt: skip
+    if z is None:
+        return None, status, -math.inf
+    picked = []
+    for layer, c, part, n_bytes in zip(layers, choices, where, size, strict=True):
+        hot = int(z[part] @ n_bytes[:-1]) // layer.row
+        picked.append(int(np.searchsorted(c.hot, hot)))
+    return picked, status, bound
+
+
+def _unit(sizes: np.ndarray) -> int:
+    """Bytes are handed over in this unit, which divides them all."""
+    return int(np.gcd.reduce(sizes)) or 1
+
+
+def _milp(
+    cost: np.ndarray, rows: csr_matrix, least: np.ndarray, most: np.ndarray, low: np.ndarray, high: np.ndarray,
+    time_limit: float,
+) -> tuple[np.ndarray | None, str, float]:  # fmt: skip
+    """HiGHS on binaries within [low, high] -> the best it found, rounded (or None), status, bound on the cost."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    scale = 1e4 / max(float(np.abs(cost).max()), 1e-300)  # its gap of 1e-6 must be far below what one choice changes
+    result = milp(cost * scale, constraints=LinearConstraint(rows, least, most), integrality=np.ones(len(cost)),
+                  bounds=Bounds(low, high), options={"time_limit": time_limit, "mip_rel_gap": 1e-9})  # fmt: skip
+    bound = getattr(result, "mip_dual_bound", None)
+    status = {0: "optimal", 1: f"time limit of {time_limit:g} s"}.get(result.status, "not solved by HiGHS")
+    x = None if result.x is None else np.rint(result.x).astype(np.int64)
+    return x, status, -math.inf if bound is None or not math.isfinite(bound) else bound / scale
