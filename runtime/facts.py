@@ -13,8 +13,7 @@ from gguf import GGMLQuantizationType
 
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
-from hotcold.runtime.errors import GGUFError
-from hotcold.runtime.gguf_file import GGUFFile, safe_text
+from hotcold.runtime.gguf_file import GGUFFile
 from hotcold.runtime.keys import Keys, show
 
 MAX_TOKENS = 1 << 53
@@ -82,18 +81,14 @@ class PredictorFacts:
 
 def read_predictor_facts(file: GGUFFile, config: ModelConfig) -> PredictorFacts | None:
     """Only what the metadata says of quality; the runtime checks tensors. Raises GGUFError for what cannot be."""
-    keys = Keys(file)
-    if not keys.has(schema.KEY_PREDICTOR_KIND):
+    if not config.predictors:
         return None
-    kinds = _texts(keys, schema.KEY_PREDICTOR_KIND, config.n_layer)
-    for kind in kinds:
-        if kind not in schema.PREDICTORS:
-            raise keys.error(f"key '{schema.KEY_PREDICTOR_KIND}'", show(kind), ", ".join(schema.PREDICTORS))
+    keys, kinds = Keys(file), tuple(p.kind for p in config.predictors)
     recall, density = (
         tuple(keys.per_layer(key, config.n_layer, 0.0, 1.0 + 1e-6, "f")) if keys.has(key) else ()
         for key in (schema.KEY_PREDICTOR_RECALL, schema.KEY_PREDICTOR_DENSITY)
     )
-    return PredictorFacts(tuple(kinds), recall, density)
+    return PredictorFacts(kinds, recall, density)
 
 
 @dataclass(frozen=True)
@@ -125,11 +120,3 @@ def read_placement_facts(file: GGUFFile, config: ModelConfig) -> list[PlacementF
             raise keys.error(f"key '{key}'", f"{hot[:, layer].max()} in layer {layer}", f"0 to its {n_ff} neurons")
     return [PlacementFacts(budget, n_ctx, tuple(row)) for budget, n_ctx, row
             in zip(budgets, contexts, hot.tolist(), strict=True)]  # fmt: skip
-
-
-def _texts(keys: Keys, key: str, n: int) -> list[str]:
-    """A string array of `n`."""
-    value = keys.raw(key, f"{n} strings")
-    if not isinstance(value, list) or len(value) != n:
-        raise GGUFError(f"{safe_text(str(keys.file.path))}: key '{key}': found {show(value)}, allowed: {n} strings")
-    return value
