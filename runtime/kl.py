@@ -47,9 +47,9 @@ class LogSoftmax:
 
 def log_softmax(logits: np.ndarray) -> LogSoftmax:
     """logits: f32 [n, n_vocab]. Raises HotcoldError where one is NaN or infinite."""
-    highest = logits.max(axis=1, keepdims=True)
-    shifted = logits - highest
-    sums = np.exp(shifted).sum(axis=1, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        sums = np.exp(shifted).sum(axis=1, dtype=np.float64)
     # Infinities become NaN here or above: one look at the sums finds both; -inf alone needs the minimum.
     if not (np.isfinite(sums).all() and np.isfinite(shifted.min())):
         raise HotcoldError("the model's logits are NaN or infinite: the model is damaged, or its activations overflow")
@@ -85,7 +85,7 @@ def encode_rows(values: LogSoftmax) -> np.ndarray:
     """u16 [n, row_width]: the rows of some positions."""
     n, n_vocab = values.shifted.shape
     low = np.maximum(values.shifted.min(axis=1), -RANGE)  # f32 [n]
-    scale = (-low / np.float32(STEPS)).astype(np.float32)
+    scale = np.abs(low) / np.float32(STEPS)
     usable = scale > 1e-30  # the inverse of less is infinite
     inverse = np.divide(np.float32(1), scale, out=np.zeros(n, np.float32), where=usable)
     steps = (values.shifted - low[:, None]) * inverse[:, None]
