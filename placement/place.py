@@ -80,6 +80,8 @@ def sort_by(profile: Profile, file: GGUFFile, config: ModelConfig) -> Sorting:
     from hotcold.placement.profile import check_profile
 
     check_profile(profile, file, config)
+    if profile.n_tokens < 1:
+        raise HotcoldError(f"{safe_text(str(file.path))}: the profile counts no token: profile the model again")
     orders, fired = [], []
     for layer in range(config.n_layer):
         ids = file.data(schema.block(layer, schema.FFN_NEURON_ID))  # stored -> source
@@ -172,17 +174,9 @@ def write_sorted(src: Path, out: Path, sorting: Sorting, more: Mapping[str, Meta
     return size
 
 
-def skew(fired: np.ndarray, share: float = SHARE) -> float | None:
-    """Smallest share of neurons that makes `share` of all firings; None where none fired. fired: [n_ff] descending."""
-    total = int(fired.sum())
-    if total == 0:
-        return None
-    needed = int(np.searchsorted(np.cumsum(fired), share * total)) + 1
-    return min(needed, len(fired)) / len(fired)
-
-
 def layer_table(counts: Counts, placements: Sequence[Placement] = ()) -> Table:
     """One row per layer: how sparse and how skewed it is, and how many neurons each budget makes hot."""
+    from hotcold.placement.profile import skew
     from hotcold.runtime.inspect import format_bytes
 
     where = f"{counts.tokens} tokens of {safe_text(counts.corpus, 80) or 'an unnamed text'}"
@@ -192,8 +186,8 @@ def layer_table(counts: Counts, placements: Sequence[Placement] = ()) -> Table:
     for heading in [*headings, *(f"hot at {format_bytes(p.budget)}, context {p.n_ctx}" for p in placements)]:
         table.add_column(heading, justify="right")
     for layer, (fired, sparsity) in enumerate(zip(counts.fired, counts.sparsity, strict=True)):
-        share = skew(fired)
-        needed = ["-", "-"] if share is None else [str(round(share * len(fired))), f"{share:.1%}"]
+        share = skew(fired, SHARE)
+        needed = [str(round(share * len(fired))), f"{share:.1%}"] if fired.any() else ["-", "-"]
         first, last = fired[0] / counts.tokens, fired[-1] / counts.tokens
         table.add_row(str(layer), str(len(fired)), f"{sparsity:.1%}", *needed, f"{first:.2%}", f"{last:.2%}",
                       str(int((fired == 0).sum())), *(str(p.hot[layer]) for p in placements))  # fmt: skip

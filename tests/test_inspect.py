@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import hostile
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from hostile import ARRAY, STRING, U32, array
 from rich.console import Console
+from small_models import Spec, make_tensors, write_model
 
+from hotcold.runtime import schema
 from hotcold.runtime.errors import GGUFError
 from hotcold.runtime.inspect import file_lines, format_bytes, print_file
 
@@ -93,3 +98,90 @@ def test_format_bytes() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1024, 1536, 5 << 30, 1 << 52)] == [
         "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB", "4096.0 TiB",
     ]  # fmt: skip
+
+
+# ------------------------------------------------------------------ what profiling, training and placing left
+
+
+def known(tmp_path: Path, more: dict[str, Any], counts: list[list[int]] | None) -> dict[str, list[str]]:
+    """Rows of the summary of a file of 4 and 8 neurons: heading -> texts."""
+    spec = Spec(n_ff=(4, 8), metadata=more)
+    tensors = make_tensors(spec)
+    for layer, fired in enumerate(counts or []):
+        tensors[schema.block(layer, schema.FFN_NEURON_COUNT)] = (Type.I64, np.array(fired, np.int64))
+    lines = file_lines(write_model(tmp_path / "k.gguf", spec, tensors))
+    rows: dict[str, list[str]] = {}
+    for line in lines[1 : lines.index("")]:
+        heading, _, text = line.partition("  ")
+        rows.setdefault(heading, []).append(text.strip())
+    return rows
+
+
+COUNTS = [[100, 50, 10, 0], [80, 0, 0, 0, 0, 0, 0, 0]]
+PROFILED = {schema.KEY_PROFILE_TOKENS: 100, schema.KEY_PROFILE_CORPUS: "a \x1b[31mtext"}
+
+
+def test_shows_the_profile(tmp_path: Path) -> None:
+    rows = known(tmp_path, PROFILED, COUNTS)
+    assert rows["neurons"] == [r"sorted by frequency: yes, 100 tokens of a \x1b[31mtext",
+                               "sparsity 80.0% (60.0% to 90.0% in 2 layers)"]  # fmt: skip
+    assert "predictors" not in rows and "placements" not in rows
+    rows = known(tmp_path, PROFILED, [COUNTS[0], COUNTS[1][::-1]])
+    assert rows["neurons"][0].startswith("sorted by frequency: no, but counted, 100 tokens")
+    assert known(tmp_path, {}, None)["neurons"] == ["in no order of frequency: not profiled"]
+
+
+@pytest.mark.parametrize(("more", "counts", "text"), [
+    ({}, COUNTS, "key 'hotcold.profile.tokens': found nothing"),
+    ({schema.KEY_PROFILE_TOKENS: 99}, COUNTS, "a count of 100, allowed: 0 to the 99 tokens"),
+    ({schema.KEY_PROFILE_TOKENS: 0}, COUNTS, "found 0"),
+    (PROFILED, COUNTS[:1], "tensor 'blk.1.ffn_neuron_count': found nothing, allowed: counts in all layers or in none"),
+    (PROFILED, [COUNTS[0], [-1] * 8], "a count of -1"),
+    (PROFILED, [COUNTS[0], [1] * 7], r"I64 [7], allowed: I64 [8]"),
+])  # fmt: skip
+def test_counts_that_cannot_be(more: dict[str, Any], counts: Any, text: str, tmp_path: Path) -> None:
+    row, = known(tmp_path, more, counts)["neurons"]
+    assert row.startswith("unusable: ") and text in row
+
+
+PREDICTORS = {
+    schema.KEY_PREDICTOR_KIND: ["none", "signbit"], schema.KEY_PREDICTOR_RANK: [0, 0],
+    schema.KEY_PREDICTOR_INPUT: [0, 0], schema.KEY_PREDICTOR_THRESHOLD: [0.0, 0.5],
+    schema.KEY_PREDICTOR_RECALL: [0.0, 0.98], schema.KEY_PREDICTOR_DENSITY: [1.0, 0.25],
+}  # fmt: skip
+
+
+def test_shows_predictors(tmp_path: Path) -> None:
+    assert known(tmp_path, PREDICTORS, None)["predictors"] == [
+        "signbit, mean recall 98.0%, mean density 25.0%", "exact in 1 of 2 layers: 0"]  # fmt: skip
+    none = PREDICTORS | {schema.KEY_PREDICTOR_KIND: ["none", "none"]}
+    assert known(tmp_path, none, None)["predictors"] == ["none", "exact in 2 of 2 layers: 0, 1"]
+    row, = known(tmp_path, PREDICTORS | {schema.KEY_PREDICTOR_RECALL: [0.0, 2.0]}, None)["predictors"]
+    assert row.startswith("unusable: ") and "recall': found 2.0" in row
+
+
+PLACED = {
+    schema.KEY_PLACEMENT_BUDGET: [1 << 29, 1 << 30], schema.KEY_PLACEMENT_N_CTX: [512, 1024],
+    schema.KEY_PLACEMENT_HOT: [1, 2, 4, 8],
+}  # fmt: skip
+
+
+def test_shows_placements(tmp_path: Path) -> None:
+    assert known(tmp_path, PROFILED | PLACED, COUNTS)["placements"] == [
+        "512.0 MiB, context 512: 25.0% of neurons on the GPU, which make 75.0% of firings",
+        "1.0 GiB, context 1024: 100.0% of neurons on the GPU, which make 100.0% of firings",
+    ]
+    assert known(tmp_path, PLACED, None)["placements"][0] == "512.0 MiB, context 512: 25.0% of neurons on the GPU"
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ({schema.KEY_PLACEMENT_HOT: [1, 2, 4]}, "an array of 3, allowed: 2 x 2 numbers"),
+    ({schema.KEY_PLACEMENT_HOT: [1, 2, 5, 8]}, "5 in layer 0, allowed: 0 to its 4 neurons"),
+    ({schema.KEY_PLACEMENT_HOT: ["1", "2", "4", "8"]}, "an array of 4, allowed: 2 x 2 numbers"),
+    ({schema.KEY_PLACEMENT_N_CTX: [512]}, "n_ctx': found an array of 1"),
+    ({schema.KEY_PLACEMENT_BUDGET: "8 GiB"}, "budget': found '8 GiB'"),
+    ({schema.KEY_PLACEMENT_BUDGET: [1.5, 2.5]}, "budget': found an array of 2"),
+])  # fmt: skip
+def test_placements_that_cannot_be(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+    row, = known(tmp_path, PROFILED | PLACED | change, COUNTS)["placements"]
+    assert row.startswith("unusable: ") and text in row
