@@ -56,7 +56,7 @@ class Hardware:
         for item in dataclasses.fields(self):
             _check(item.name, getattr(self, item.name))
         if self.gpu and not (self.gpu_bandwidth > 0 and self.vram > 0 and self.pcie > 0):
-            raise HotcoldError(f"hardware {self.name!r}: 'gpu' is given, so gpu_bandwidth, pcie and vram must be above 0")
+            raise HotcoldError(f"hardware {self.name!r}: has a 'gpu', so gpu_bandwidth, pcie and vram must be above 0")
 
     @property
     def has_gpu(self) -> bool:

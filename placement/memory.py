@@ -22,7 +22,7 @@ N_BATCH = 256  # tokens of a prompt that are computed at once
 KV_BYTES = {"f16": 2, "f32": 4}
 _ARRAYS = 40  # on the GPU, at most: per layer, and outside the layers
 # Key rows as layers with a ReLU after their norms have them: by input column.
-_KEYS_BY_COLUMN = ("ffn_gate_t.weight", "ffn_up_t.weight")
+_KEYS_BY_COLUMN = (schema.FFN_GATE_T, schema.FFN_UP_T)
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class ModelBytes:
 def model_bytes(file: GGUFFile, config: ModelConfig, n_ctx: int, kv_type: str = "f16") -> ModelBytes:
     """Raises HotcoldError for a file that is not neuron-split."""
     if config.layout != "neuron-split":
-        raise HotcoldError(f"{safe_text(str(file.path))}: the layout is {config.layout!r}, placement needs neuron-split: "
-                           "run hotcold convert on this file first")  # fmt: skip
+        raise HotcoldError(f"{safe_text(str(file.path))}: the layout is {config.layout!r}, placement needs "
+                           "neuron-split: run hotcold convert on this file first")  # fmt: skip
     parts: list[dict[str, int]] = [{} for _ in range(config.n_layer)]
     outside: dict[str, int] = {}
     for name, info in file.tensors.items():
