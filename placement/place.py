@@ -23,10 +23,10 @@ from rich.table import Table
 from hotcold.convert.lazy import QType
 from hotcold.convert.main import terminable, writing_progress
 from hotcold.convert.model import Metadata, MetaValue, array, string
-from hotcold.convert.writer import check_name
 from hotcold.placement.identity import model_id
 from hotcold.placement.rewrite import rewrite, split_config
 from hotcold.runtime import schema
+from hotcold.runtime.atomic import check_output
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.facts import Counts, read_counts
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.model.exists():
         raise HotcoldError(f"{safe_text(str(args.model))}: no such file")
     if args.outfile is not None:
-        check_name(args.outfile, args.force)
+        check_output(args.outfile, args.force, args.model.stat().st_size)
     with open_gguf(args.model) as file:
         config = split_config(file)
         if args.profile is not None:
