@@ -112,13 +112,13 @@ def _shown(value: Any) -> str:
 # hosts of the 4090 and the 2080 Ti are the two PCs of the PowerInfer paper. CPU bandwidths are the modules' nominal
 # ones, so the efficiencies are lower than those of a machine that was measured.
 _PCIE_3, _PCIE_4 = 12.6e9, 25.2e9
-_NOMINAL = {"cpu_efficiency": 0.65, "cpu_sparse_efficiency": 0.5, "gpu_efficiency": 0.75, "gpu_sparse_efficiency": 0.55}
 
 
 def _preset(name: str, gpu: str, vram: int, gpu_bandwidth: float, pcie: float, threads: int, ram: int,
             cpu_bandwidth: float) -> Hardware:  # fmt: skip
     return Hardware(name=name, cpu_bandwidth=cpu_bandwidth, threads=threads, ram=ram * GIB, gpu=gpu, vram=vram * GIB,
-                    gpu_bandwidth=gpu_bandwidth, pcie=pcie, **_NOMINAL)  # fmt: skip
+                    gpu_bandwidth=gpu_bandwidth, pcie=pcie, cpu_efficiency=0.65, cpu_sparse_efficiency=0.5,
+                    gpu_efficiency=0.75, gpu_sparse_efficiency=0.55)  # fmt: skip
 
 
 PRESETS = {

@@ -372,7 +372,7 @@ def _choice_program(
                   for name in ("size", "cost"))  # fmt: skip
     one = csr_matrix((np.ones(len(owner)), (owner, np.arange(len(owner)))))
     unit = _unit(size)
-    rows = vstack([one, csr_matrix(size // unit)])
+    rows = vstack([one, csr_matrix(size // unit)]).tocsr()
     ones = np.ones(len(choices))
     low, high = np.append(ones, math.ceil(floor / unit)), np.append(ones, capacity // unit)
     least = np.array([cost[owner == number].min() for number in range(len(choices))])
@@ -427,8 +427,8 @@ def _paper_program(
     if z is None:
         return None, status, -math.inf
     picked = []
-    for layer, c, part, n_bytes in zip(layers, choices, where, size, strict=True):
-        hot = int(z[part] @ n_bytes[:-1]) // layer.row
+    for layer, c, part, sums in zip(layers, choices, where, size, strict=True):
+        hot = int(z[part] @ sums[:-1]) // layer.row
         picked.append(int(np.searchsorted(c.hot, hot)))
     return picked, status, bound
 
