@@ -257,9 +257,12 @@ class _Reader:
         if self._file.length(key) != n:
             raise self._error(f"key '{key}'", self._file.length(key), allowed)
         values: Any = self._file.metadata[key]
-        if not isinstance(values, kind) or isinstance(values, np.ndarray) and values.dtype.kind not in "iu":
+        numbers = isinstance(values, np.ndarray) and values.dtype.kind in "iu"
+        if not (isinstance(values, list) if kind is list else numbers):
             raise self._error(f"key '{key}'", "another type", allowed)
-        out: list[Any] = values.tolist() if isinstance(values, np.ndarray) else list(values)
-        if kind is not list and not all(0 <= v <= _MAX_COUNT for v in out):
+        out: list[Any] = list(values)
+        if numbers:
+            out = [int(v) for v in out]
+        if numbers and not all(0 <= v <= _MAX_COUNT for v in out):
             raise self._error(f"key '{key}'", "a number out of range", f"0 to {_MAX_COUNT}")
         return out
