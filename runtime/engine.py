@@ -19,6 +19,7 @@ from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.plan import Plan, make_plan
 from hotcold.runtime.program import KV_TYPES, Buffers, lower
 from hotcold.runtime.rope import rope_table
+from hotcold.runtime.stats import LayerStats, layer_stats
 from hotcold.runtime.team import Team
 from hotcold.runtime.threads import default_threads
 from hotcold.runtime.weights import Weights, load_weights
@@ -54,7 +55,7 @@ class Engine:
         self.n_batch = min(N_BATCH, n_ctx)
         _check_memory(config, n_threads, n_ctx, self.n_batch, kv_type)
         self._buffers = Buffers(config, n_threads, n_ctx, self.n_batch, kv_type)
-        self._counts = np.zeros((config.n_layer, n_threads), np.int64)
+        self._counts = np.zeros((config.n_layer, n_threads, 2), np.int64)  # walk.CHECKED, walk.COMPUTED
         self._counted_tokens = 0
         self._tokens = np.zeros(self.n_batch, np.int64)
         self._logits = np.zeros((1, config.n_vocab), np.float32)
@@ -204,9 +205,11 @@ class Engine:
 
     def share_computed(self) -> np.ndarray:
         """float [n_layer]: neurons computed / neurons, over the single tokens since reset_stats(); 1 where none."""
-        if self.config.layout == "stock" or not self._counted_tokens:
-            return np.ones(self.config.n_layer)
-        return self._counts.sum(axis=1) / (self._counted_tokens * np.array(self.config.n_ff, np.float64))
+        return self.layer_stats().computed
+
+    def layer_stats(self) -> LayerStats:
+        """What the single tokens since reset_stats() computed and read."""
+        return layer_stats(self.config, self.weights, self.plan, self._counts.sum(axis=1), self._counted_tokens)
 
     def reset_stats(self) -> None:
         """Count neurons from here on."""

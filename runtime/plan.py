@@ -15,14 +15,14 @@ from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.kernels import formats
-from hotcold.runtime.weights import Matrix, Weights
+from hotcold.runtime.weights import Matrix, Weights, by_column
 
-SPARSITY_MODES = ("auto", "dense", "exact")
+SPARSITY_MODES = ("auto", "dense", "exact", "predict")
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operator. kind: embed, norm, quant, matmul, rope, attend, ffn, reduce, activate, down."""
+    """One operator. kind: embed, norm, quant, matmul, columns, rope, attend, hidden, ffn, reduce, activate, down."""
 
     kind: str
     layer: int  # -1: outside the layers
@@ -42,7 +42,7 @@ class Plan:
     """Operators in order. token: one token at a time (sparse FFN as one operator); block: many tokens at once."""
 
     config: ModelConfig
-    sparsity: str  # "dense" | "exact"
+    sparsity: str  # "dense" | "exact" | "predict"
     token: tuple[Op, ...]
     block: tuple[Op, ...]
     notes: tuple[str, ...] = field(default=())  # what a user must know of the choices made
@@ -52,41 +52,63 @@ def choose_sparsity(config: ModelConfig, wanted: str) -> tuple[str, str]:
     """Resolve `auto`; returns (mode, one line that says which and why). Raises for a mode the model cannot do."""
     if wanted not in SPARSITY_MODES:
         raise HotcoldError(f"sparsity {wanted!r} is unknown, choose from {', '.join(SPARSITY_MODES)}")
-    fires = config.activation in schema.SPARSE_ACTIVATIONS
-    split = config.layout == "neuron-split"
-    if wanted == "exact" and not fires:
+    c = config
+    fires = c.activation in schema.SPARSE_ACTIVATIONS or any(c.thresholds)
+    split = c.layout == "neuron-split"
+    if wanted in ("exact", "predict") and not fires:
         raise HotcoldError(
-            f"--sparsity exact: activation {config.activation!r} has no neurons that are off; "
-            f"exact needs one of {', '.join(schema.SPARSE_ACTIVATIONS)}, use --sparsity dense"
+            f"--sparsity {wanted}: activation {c.activation!r} has no neurons that are off; it needs one of "
+            f"{', '.join(schema.SPARSE_ACTIVATIONS)} (hotcold relufy makes one), or thresholds (hotcold calibrate); "
+            "use --sparsity dense"
         )
-    if wanted == "exact" and not split:
-        raise HotcoldError("--sparsity exact needs the neuron-split layout: run hotcold convert on this file first")
+    if wanted in ("exact", "predict") and not split:
+        raise HotcoldError(
+            f"--sparsity {wanted} needs the neuron-split layout: run hotcold convert on this file first"
+        )
+    if wanted == "predict":
+        return wanted, _predict_note(c)
     if wanted != "auto":
         return wanted, f"sparsity: {wanted} (asked for)"
     if fires and split:
-        return "exact", f"sparsity: exact ({config.activation}: neurons that are off are skipped, same result)"
+        return "exact", f"sparsity: exact ({c.activation}: neurons that are off are skipped, same result)"
     if fires:
         return "dense", "sparsity: dense (stock layout; hotcold convert makes a file that can skip neurons)"
-    return "dense", f"sparsity: dense (activation {config.activation} has no neurons that are off)"
+    return "dense", f"sparsity: dense (activation {c.activation} has no neurons that are off)"
+
+
+def _predict_note(c: ModelConfig) -> str:
+    using = [layer for layer in range(c.n_layer) if predicts(c, layer)]
+    if not using:
+        raise HotcoldError(
+            "--sparsity predict: no layer of this file has a predictor that is used: hotcold train-predictor adds them"
+        )
+    exact = [str(layer) for layer in range(c.n_layer) if layer not in using]
+    rest = f"; exact in layers {', '.join(exact)}, where predicting reads more" if exact else ""
+    return f"sparsity: predict in {len(using)} of {c.n_layer} layers{rest}"
+
+
+def predicts(config: ModelConfig, layer: int) -> bool:
+    """Whether predict mode uses a predictor in this layer. Key matrices stored by column have no rows to choose."""
+    return bool(config.predictors) and config.predictors[layer].kind != "none" and not by_column(config, layer)
 
 
 def make_plan(config: ModelConfig, weights: Weights, sparsity: str) -> Plan:
     mode, note = choose_sparsity(config, sparsity)
-    token, block = (_operators(config, weights, many_tokens) for many_tokens in (False, True))
+    token, block = (_operators(config, weights, mode, many_tokens) for many_tokens in (False, True))
     return Plan(config, mode, token, block, (note,))
 
 
-def _operators(c: ModelConfig, w: Weights, many_tokens: bool) -> tuple[Op, ...]:
+def _operators(c: ModelConfig, w: Weights, mode: str, many_tokens: bool) -> tuple[Op, ...]:
     tables = (w["token_embd.weight"], w.get("position_embd.weight"))
     ops = [Op("embed", -1, (), ("x",), tables, scale=c.embedding_scale)]
     for layer in range(c.n_layer):
-        ops += _attention(c, w, layer)
+        ops += _attention(c, w, layer, many_tokens)
         if c.layout == "stock":
             ops += _ffn_stock(c, w, layer)
         elif many_tokens:
             ops += _ffn_block(c, w, layer)
         else:
-            ops += _ffn_token(c, w, layer)
+            ops += _ffn_token(c, w, layer, mode)
     head = w.get("output.weight") or w["token_embd.weight"]
     norm = (w["output_norm.weight"],)
     ops.append(Op("norm", -1, ("x",), ("h",), norm, w.get("output_norm.bias"), head_only=True))
@@ -94,13 +116,23 @@ def _operators(c: ModelConfig, w: Weights, many_tokens: bool) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def _attention(c: ModelConfig, w: Weights, layer: int) -> list[Op]:
+def _from_norm(
+    c: ModelConfig, w: Weights, layer: int, name: str, to: str, bias: Matrix | None, many_tokens: bool
+) -> Op:
+    """to = matrix @ h (+ bias); where a ReLU follows the norm, a matrix by columns of which those of 0 are skipped."""
+    if not by_column(c, layer):
+        return Op("matmul", layer, ("h",), (to,), (w.layer(layer, name),), bias)
+    matrix = w.layer(layer, schema.ATTN_T.get(name) or schema.key_matrix(c.gated, True))
+    return Op("down" if many_tokens else "columns", layer, ("h",), (to,), (matrix,), bias)
+
+
+def _attention(c: ModelConfig, w: Weights, layer: int, many_tokens: bool) -> list[Op]:
     def get(name: str) -> Matrix | None:
         return w.layer(layer, name)
 
     ops = [Op("norm", layer, ("x",), ("h",), (get("attn_norm.weight"),), get("attn_norm.bias"))]
     for name in "qkv":
-        ops.append(Op("matmul", layer, ("h",), (name,), (get(f"attn_{name}.weight"),), get(f"attn_{name}.bias")))
+        ops.append(_from_norm(c, w, layer, f"attn_{name}.weight", name, get(f"attn_{name}.bias"), many_tokens))
     norms = (get("attn_q_norm.weight"), get("attn_k_norm.weight"))
     cache = f"cache{layer}"
     return ops + [
@@ -124,39 +156,61 @@ def _ffn_norm(w: Weights, layer: int) -> Op:
     return Op("norm", layer, ("x",), ("h",), (w.layer(layer, "ffn_norm.weight"),), w.layer(layer, "ffn_norm.bias"))
 
 
-def _ffn_token(c: ModelConfig, w: Weights, layer: int) -> list[Op]:
+def _ffn_token(c: ModelConfig, w: Weights, layer: int, mode: str) -> list[Op]:
     """Key row, test, up row, down row: one operator per thread's own neurons, then one reduction."""
     up_bias = w.layer(layer, schema.FFN_UP_BIAS)
-    key = w.layer(layer, schema.FFN_GATE if c.gated else schema.FFN_UP)
     value = w.layer(layer, schema.FFN_UP_DOWN if c.gated else schema.FFN_DOWN_T)
+    key = w.layer(layer, schema.FFN_GATE if c.gated else schema.FFN_UP)
     key_bias = w.layer(layer, schema.FFN_GATE_BIAS) if c.gated else up_bias
-    return [
-        _ffn_norm(w, layer),
-        Op("ffn", layer, ("h",), ("acc",), (key, value), key_bias, up_bias if c.gated else None),
-        Op("reduce", layer, ("acc", "x"), ("x",), (), w.layer(layer, schema.FFN_DOWN_BIAS), scale=c.residual_scale),
-    ]
+    other_bias = up_bias if c.gated else None
+    ops, reads, weights = [_ffn_norm(w, layer)], ["h"], [key, value]
+    if by_column(c, layer):
+        ops.append(_from_norm(c, w, layer, "", "g", key_bias, many_tokens=False))
+        ffn = Op("ffn", layer, ("h", "g"), ("acc",), (None, value), None, other_bias)
+    else:
+        if mode == "predict":
+            ops += _predict(c, w, layer)
+            if predicts(c, layer):
+                kind = c.predictors[layer].kind
+                score = schema.FFN_PRED_SIGN if kind == "signbit" else schema.FFN_PRED_OUT
+                reads += [] if kind == "signbit" else ["hidden"]
+                weights += [w.layer(layer, score), w.layer(layer, schema.FFN_PRED_OUT_BIAS)]
+        ffn = Op("ffn", layer, tuple(reads), ("acc",), tuple(weights), key_bias, other_bias)
+    down_bias = w.layer(layer, schema.FFN_DOWN_BIAS)
+    return [*ops, ffn, Op("reduce", layer, ("acc", "x"), ("x",), (), down_bias, scale=c.residual_scale)]
+
+
+def _predict(c: ModelConfig, w: Weights, layer: int) -> list[Op]:
+    """What predictors need of this layer's FFN input: for this layer, and for the next one if that looks ahead."""
+    ops = []
+    for of in (layer, layer + 1):
+        if of == c.n_layer or not predicts(c, of):
+            continue
+        predictor = c.predictors[of]
+        if predictor.kind == "signbit" or predictor.look_ahead != (of > layer):
+            continue
+        matrix, bias = w.layer(of, schema.FFN_PRED_IN), w.layer(of, schema.FFN_PRED_IN_BIAS)
+        # Two buffers in turn: a layer's answer and the next one's are there at the same time.
+        ops.append(Op("matmul", layer, ("h",), (f"hidden{of % 2}",), (matrix,), bias))
+    if predicts(c, layer) and c.predictors[layer].kind != "signbit":
+        score = w.layer(layer, schema.FFN_PRED_OUT)
+        ops.append(Op("hidden", layer, (f"hidden{layer % 2}",), ("hidden",), (score,)))
+    return ops
 
 
 def _ffn_keys(c: ModelConfig, w: Weights, layer: int, up: Matrix | None) -> list[Op]:
-    """Keys into `g` (and up into `u`), activated in place in `g`."""
+    """Keys into `g` (and up into `u`), activated in place in `g`. Many tokens, or a stock layout."""
     up_bias = w.layer(layer, schema.FFN_UP_BIAS)
+    name = schema.FFN_GATE if c.gated else schema.FFN_UP
+    key_bias = w.layer(layer, schema.FFN_GATE_BIAS) if c.gated else up_bias
+    ops = [_ffn_norm(w, layer), _from_norm(c, w, layer, name, "g", key_bias, many_tokens=True)]
     if not c.gated:
-        return [
-            _ffn_norm(w, layer),
-            Op("matmul", layer, ("h",), ("g",), (up,), up_bias),
-            Op("activate", layer, ("g",), ("g",)),
-        ]
-    gate = w.layer(layer, schema.FFN_GATE)
-    return [
-        _ffn_norm(w, layer),
-        Op("matmul", layer, ("h",), ("g",), (gate,), w.layer(layer, schema.FFN_GATE_BIAS)),
-        Op("matmul", layer, ("h",), ("u",), (up,), up_bias),
-        Op("activate", layer, ("g", "u"), ("g",)),
-    ]
+        return [*ops, Op("activate", layer, ("g",), ("g",))]
+    return [*ops, Op("matmul", layer, ("h",), ("u",), (up,), up_bias), Op("activate", layer, ("g", "u"), ("g",))]
 
 
 def _ffn_block(c: ModelConfig, w: Weights, layer: int) -> list[Op]:
-    up = w.layer(layer, schema.FFN_UP_DOWN if c.gated else schema.FFN_UP)
+    up = w.layer(layer, schema.FFN_UP_DOWN) if c.gated else None
     down = w.layer(layer, schema.FFN_UP_DOWN if c.gated else schema.FFN_DOWN_T)
     bias = w.layer(layer, schema.FFN_DOWN_BIAS)
     return _ffn_keys(c, w, layer, up) + [

@@ -17,13 +17,14 @@ from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.kernels import formats, walk
 from hotcold.runtime.kernels.attention import attention_bytes
 from hotcold.runtime.kernels.blocks import panel_bytes
-from hotcold.runtime.kernels.ffn import LIST_PADDING
+from hotcold.runtime.kernels.ffn import LIST_PADDING, SCORES, SIGNS
 from hotcold.runtime.kernels.vector import ACTIVATION_CODES
 from hotcold.runtime.plan import Op, Plan
+from hotcold.runtime.weights import Matrix
 
 KV_TYPES = {"f16": formats.F16, "f32": formats.F32}
 _PAGE = 4096
-_PRIVATE = ("h", "hq")  # of the token program: every thread makes its own copy
+_PRIVATE = ("h", "hq", "hidden")  # of the token program: every thread makes its own copy
 _OPCODES = {
     "embed": walk.EMBED,
     "norm": walk.NORM,
@@ -35,7 +36,10 @@ _OPCODES = {
     "reduce": walk.REDUCE,
     "activate": walk.ACTIVATE,
     "down": walk.DOWN,
+    "hidden": walk.HIDDEN,
+    "columns": walk.COLUMNS,
 }
+_PREDICTOR_CODES = {"lowrank": SCORES, "mlp": SCORES, "signbit": SIGNS}
 
 
 def aligned(n_bytes: int) -> np.ndarray:
@@ -47,6 +51,11 @@ def aligned(n_bytes: int) -> np.ndarray:
 
 def _padded(n: int) -> int:
     return (n + 63) // 64 * 64
+
+
+def _rank(c: ModelConfig) -> int:
+    """Hidden values of the largest predictor."""
+    return max((p.rank for p in c.predictors), default=0)
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,9 @@ class Buffers:
         """Values per token of each shared buffer."""
         q, kv, n_ff = c.n_head * c.head_dim, c.n_head_kv * c.head_dim, max(c.n_ff)
         widths = {"x": c.n_embd, "h": c.n_embd, "hq": max(q, n_ff), "q": q, "k": kv, "v": kv, "att": q, "g": n_ff}
-        return widths | ({"u": n_ff} if c.gated else {})
+        rank = _rank(c)
+        hidden = {"hidden0": rank, "hidden1": rank} if rank else {}
+        return widths | ({"u": n_ff} if c.gated else {}) | hidden
 
     @staticmethod
     def _cache_row(c: ModelConfig, kv_type: str) -> int:
@@ -106,13 +117,16 @@ class Buffers:
 
     def _make_arena(self, c: ModelConfig, n_threads: int, widest: int) -> None:
         """Per thread: scratch at offset 0, then the private buffers of the token program."""
-        lists = 4 * (_padded(max(c.n_ff)) + LIST_PADDING)
+        lists = 4 * (_padded(max(*c.n_ff, c.n_embd)) + LIST_PADDING)
         layout = {
             "scratch": panel_bytes(max(c.n_embd, widest)),
             "scores": attention_bytes(self.n_ctx),
             "h": 4 * _padded(c.n_embd),
             "h_b": 2 * _padded(c.n_embd),
             "hq_b": 2 * _padded(widest),
+            "hidden": 4 * _padded(_rank(c)),
+            "hidden_b": 2 * _padded(_rank(c)),
+            "signs": _padded(c.n_embd),
             "ids": lists,
             "values": lists,
             "acc": 4 * _padded(c.n_embd),
@@ -131,6 +145,8 @@ class Buffers:
             return Area(self.private["h"], 0, self.private["h_b"], 0)
         if name == "hq":
             return Area(0, 0, self.private["hq_b"], 0)
+        if name == "hidden":
+            return Area(self.private["hidden"], 0, self.private["hidden_b"], 0)
         return self.shared[name]
 
 
@@ -197,6 +213,7 @@ class Lowering:
         return {
             "src": source.addr, "ld_src": source.ld, "w": weight.addr, "cols": self.config.n_embd,
             "eps": self.config.norm_eps, "flag": self.config.norm == "layer", "quant": quantize,
+            "relu": op.layer >= 0 and self.config.norm_relu[op.layer],
             "private": self._private(op.writes[0]),
         } | self._to(op.writes[0])  # fmt: skip
 
@@ -221,6 +238,24 @@ class Lowering:
             return fields | {"dst": 0, "ld_dst": 4 * self.config.n_vocab}
         return fields | self._to(op.writes[0])
 
+    def _columns(self, op: Op) -> dict:
+        """One row per input: rows counts the outputs here, cols the inputs."""
+        (matrix,) = op.weights
+        assert matrix is not None
+        return {
+            "qt": matrix.ggml_type, "w": matrix.addr, "stride": matrix.stride, "rows": matrix.cols, "cols": matrix.rows,
+            "sparse": self.plan.sparsity != "dense", "aux": self.buffers.private["ids"],
+            "aux2": self.buffers.private["values"],
+        } | self._from(op.reads[0]) | self._to(op.writes[0])  # fmt: skip
+
+    def _hidden(self, op: Op) -> dict:
+        (score,) = op.weights
+        assert score is not None
+        return {
+            "src": self.area(op.reads[0]).addr, "cols": score.cols, "quant": score.ggml_type in formats.QUANTIZED,
+            "relu": self.config.predictors[op.layer].kind == "mlp",
+        } | self._to(op.writes[0])  # fmt: skip
+
     def _heads(self, layer: int) -> dict:
         c, b = self.config, self.buffers
         k, v = b.cache[layer]
@@ -243,14 +278,18 @@ class Lowering:
         return self._heads(op.layer) | fields | self._to("att")
 
     def _ffn(self, op: Op) -> dict:
-        key, value = op.weights
-        assert key is not None and value is not None
+        key, value, *predictor = op.weights
+        assert value is not None
         b = self.buffers
         fields = self._from("h") | self._activation(op.layer) | {
-            "rows": key.rows, "cols": key.cols, "qt": key.ggml_type, "w": key.addr, "stride": key.stride,
-            "sparse": self.plan.sparsity == "exact", "aux": b.shared["g"].addr, "aux2": b.private["ids"],
-            "dst": b.private["acc"], "dstb": b.private["values"], "private": 1,
+            "rows": self.config.n_ff[op.layer], "cols": value.cols, "sparse": self.plan.sparsity != "dense",
+            "aux": b.shared["g"].addr, "aux2": b.private["ids"], "dst": b.private["acc"], "dstb": b.private["values"],
+            "private": 1,
         }  # fmt: skip
+        if key is not None:  # otherwise the keys are in `g`
+            fields |= {"qt": key.ggml_type, "w": key.addr, "stride": key.stride}
+        if predictor:
+            fields |= self._predictor(op.layer, *predictor)
         if not self.config.gated:
             return fields | {"qt3": value.ggml_type, "w3": value.addr, "stride3": value.stride}
         bundle = 2 * value.stride  # up row, down column
@@ -259,12 +298,22 @@ class Lowering:
             "qt3": value.ggml_type, "w3": value.addr + value.stride, "stride3": bundle,
         }  # fmt: skip
 
+    def _predictor(self, layer: int, score: Matrix | None, bias: Matrix | None) -> dict:
+        assert score is not None and bias is not None
+        predictor, private = self.config.predictors[layer], self.buffers.private
+        return {
+            "predictor": _PREDICTOR_CODES[predictor.kind], "threshold4": predictor.threshold, "bias4": bias.addr,
+            "qt4": score.ggml_type, "w4": score.addr, "stride4": score.stride, "cols4": score.cols,
+            "hidden": private["hidden"], "hiddenb": private["hidden_b"], "signs": private["signs"],
+        }  # fmt: skip
+
     def _reduce(self, op: Op) -> dict:
         return {"cols": self.config.n_embd, "src": self.buffers.private["acc"], "dst": self.area("x").addr}
 
     def _activation(self, layer: int) -> dict:
         c = self.config
-        return {"act": ACTIVATION_CODES[c.activation], "threshold": c.thresholds[layer]}
+        magnitude = c.activation in schema.DENSE_ACTIVATIONS and c.thresholds[layer] > 0
+        return {"act": ACTIVATION_CODES[c.activation], "threshold": c.thresholds[layer], "magnitude": magnitude}
 
     def _activate(self, op: Op) -> dict:
         g = self.area("g")
@@ -277,11 +326,12 @@ class Lowering:
     def _down(self, op: Op) -> dict:
         (matrix,) = op.weights
         assert matrix is not None
-        bundled = self.config.gated
+        bundled = matrix.name.endswith(schema.FFN_UP_DOWN)
         return {
             "qt3": matrix.ggml_type, "w3": matrix.addr + (matrix.stride if bundled else 0),
-            "stride3": matrix.stride * (2 if bundled else 1), "rows": self.config.n_ff[op.layer], "cols": matrix.cols,
-        } | self._from("g") | self._to("x")  # fmt: skip
+            "stride3": matrix.stride * (2 if bundled else 1), "rows": matrix.rows // (2 if bundled else 1),
+            "cols": matrix.cols,
+        } | self._from(op.reads[0]) | self._to(op.writes[0])  # fmt: skip
 
     def _from(self, name: str) -> dict:
         a = self.area(name)

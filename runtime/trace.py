@@ -91,7 +91,7 @@ class Trace:
         key, threshold = self.g[:n, :n_ff], np.float32(self.config.thresholds[layer])
         if c.activation in schema.SPARSE_ACTIVATIONS:
             return ~(key <= threshold)
-        return neuron_values(c.activation, key, self.u[:n, :n_ff] if c.gated else None, threshold) != 0
+        return neuron_values(c.activation, key, self.u[:n, :n_ff] if c.gated else None, float(threshold)) != 0
 
     def _check(self, n: int, pos: int) -> None:
         if not 0 < n <= self.n_batch:

@@ -222,11 +222,11 @@ class FFN:
         lowered = program.Lowering(plan.Plan(self.config(), sparsity, ops, ops), buffers, False).program(ops)
         at = buffers.shared["x"].addr
         ctypes.memmove(at, x.ctypes.data, x.nbytes)
-        counts = np.zeros(n_threads, np.int64)
+        counts = np.zeros((n_threads, 2), np.int64)
         Runner(n_threads).run(lowered, arena=buffers.arena, arena_size=buffers.arena_size, counts=address(counts))
         after = np.empty_like(x)
         ctypes.memmove(after.ctypes.data, at, x.nbytes)
-        return after, counts
+        return after, counts[:, walk.COMPUTED]
 
     def reference(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """float64: (x after, neuron values [n_ff])."""

@@ -50,6 +50,7 @@ class Spec:
     threshold: float = 0.0
     biases: bool = False
     window: int = 0
+    norm_relu: tuple[bool, ...] = ()  # per layer; empty: none
     seed: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)  # written last, may replace keys
 
@@ -98,6 +99,8 @@ def make_tensors(spec: Spec) -> Tensors:
             block |= {"attn_output.bias": vector(d, 0, 0.3), schema.FFN_DOWN_BIAS: vector(d, 0, 0.3)}
         if spec.arch == "opt":
             block |= {"attn_norm.bias": vector(d, 0, 0.2), "ffn_norm.bias": vector(d, 0, 0.2)}
+        if spec.norm_relu and spec.norm_relu[layer] and spec.layout == "neuron-split":
+            block = by_column(spec, block)
         out |= {schema.block(layer, name): tensor for name, tensor in block.items()}
     out["output_norm.weight"] = vector(d, 1, 0.2)
     if spec.arch == "opt":
@@ -105,6 +108,15 @@ def make_tensors(spec: Spec) -> Tensors:
     if spec.head is not None:
         out["output.weight"] = (spec.head, matrix(spec.n_vocab, d, 3))
     return out
+
+
+def by_column(spec: Spec, block: Tensors) -> Tensors:
+    """The tensors of a layer with the matrices that read its norms turned."""
+    names = schema.ATTN_T | {schema.key_matrix(spec.gated, False): schema.key_matrix(spec.gated, True)}
+    return {
+        names.get(name, name): (kind, np.ascontiguousarray(values.T) if name in names else values)
+        for name, (kind, values) in block.items()
+    }
 
 
 def _ffn(spec: Spec, matrix: Any, vector: Any, n_ff: int, pattern: str, rng: np.random.Generator) -> Tensors:
@@ -149,6 +161,8 @@ def write_model(path: Path, spec: Spec, tensors: Tensors | None = None) -> Path:
     keys["attention.layer_norm_epsilon" if spec.arch == "opt" else "attention.layer_norm_rms_epsilon"] = 1e-5
     metadata: dict[str, Any] = {f"{spec.arch}.{key}": value for key, value in keys.items()}
     metadata |= {schema.KEY_ACTIVATION: spec.activation, schema.KEY_THRESHOLD: [spec.threshold] * spec.n_layer}
+    if spec.norm_relu:
+        metadata[schema.KEY_NORM_RELU] = [int(flag) for flag in spec.norm_relu]
     if spec.layout == "neuron-split":
         metadata |= {schema.KEY_VERSION: 1, schema.KEY_NEURONS: list(spec.neurons())}
     for key, value in (metadata | dict(spec.metadata)).items():
@@ -188,6 +202,7 @@ class Reference:
         with open_gguf(path) as file:
             self.config = ModelConfig.from_gguf(file)
             self.tensors = {name: self._read(file, name) for name in file.tensors}
+            self.columns = {name: info.shape[-1] for name, info in file.tensors.items()}
 
     @staticmethod
     def _read(file: GGUFFile, name: str) -> tuple[int, np.ndarray]:
@@ -201,8 +216,17 @@ class Reference:
         return None if entry is None else entry[1]
 
     def _product(self, name: str, x: np.ndarray) -> np.ndarray:
+        if name + "_t.weight" in self.tensors:  # one row per input; meets the activations as they are
+            kind, raw = self.tensors[name + "_t.weight"]
+            rows = reference.decode(kind, raw, self.columns[name + "_t.weight"])
+            bias = self.vector(name + ".bias")
+            return x.astype(np.float32).astype(np.float64) @ rows + (0 if bias is None else bias)
         kind, raw = self.tensors[name + ".weight"]
         return reference.matmul(kind, raw, x.astype(np.float32), self.vector(name + ".bias"))
+
+    def _layer_norm(self, name: str, layer: int, x: np.ndarray) -> np.ndarray:
+        h = self._norm(f"blk.{layer}.{name}", x)
+        return np.maximum(h, 0) if self.config.norm_relu[layer] else h
 
     def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
         weight, eps = self.vector(name + ".weight"), self.config.norm_eps
@@ -222,8 +246,8 @@ class Reference:
         fired = []
         for layer in range(c.n_layer):
             p = f"blk.{layer}."
-            x = x + self._attention(p, self._norm(p + "attn_norm", x), c.window[layer])
-            values, keys = self._neurons(p, layer, self._norm(p + "ffn_norm", x).astype(np.float32))
+            x = x + self._attention(p, self._layer_norm("attn_norm", layer, x), c.window[layer])
+            values, keys = self._neurons(p, layer, self._layer_norm("ffn_norm", layer, x).astype(np.float32))
             fired.append(keys - c.thresholds[layer])
             x = x + self._down(p, values)
         head = "output" if "output.weight" in self.tensors else "token_embd"

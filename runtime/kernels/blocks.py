@@ -132,7 +132,7 @@ def pack_columns(qt, w, stride, n0, n1, c0, cols, panel):
 
 @njit
 def matmul_columns(o, c0, c1, n_tok, x, ldx, dst, ldd, scratch):
-    """dst[t][c] += scale * (sum over neurons n of x[t][n] * w3[n][c] + bias[c]) for c0 <= c < c1.
+    """dst[t][c] (+)= scale * (sum over neurons n of x[t][n] * w3[n][c] + bias[c]) for c0 <= c < c1.
 
     w3, stride3, qt3: down columns, one row per neuron (o.rows of them), o.cols long; x: f32 activations.
     Neurons are added in order of id, DEPTH at a time.
@@ -150,4 +150,4 @@ def matmul_columns(o, c0, c1, n_tok, x, ldx, dst, ldd, scratch):
                 for i in range(tokens):
                     for j in range(width):
                         y = load_f32(scratch + 4 * (i * FLOAT_ROWS + j))
-                        finish(dst + (t + i) * ldd, y, bias, c + j, o.scale, True)
+                        finish(dst + (t + i) * ldd, y, bias, c + j, o.scale, o.add or n > 0)

@@ -1,21 +1,39 @@
 """The sparse FFN of one token as one operator: each thread takes its own neurons from key row to accumulator.
 
-In: one record of the program, activations of this token. Out: this thread's share of the FFN's result, and how many
-neurons it computed. Next: walk.py.
+In: one record of the program, activations of this token. Out: this thread's share of the FFN's result, how many key
+rows it read and how many neurons it computed. Next: walk.py.
 
 Neurons are dealt to threads by id, in chunks of CHUNK, round-robin: sorted neurons would otherwise put all the work
 on thread 0. Each thread adds its neurons in order of id, and the reduction adds the threads in order. A neuron whose
 activation is 0 adds 0, so skipping it changes no bit: exact equals dense, at the same number of threads.
+
+What decides that a neuron is off:
+    its key, against the layer's threshold            ReLU family
+    |activation * up|, against the threshold          SiLU and GELU with thresholds (o.magnitude): up rows are read too
+    a predictor's score (o.predictor), before its key row is read; the key then decides as above
 """
 
+import numpy as np
 from numba import njit
 
 from hotcold.runtime.kernels.rows import ZERO, axpy4, dot4, matvec
-from hotcold.runtime.kernels.simd import load_f32, load_i32, store_f32, store_i32, store_w, zero_w
+from hotcold.runtime.kernels.simd import (
+    load_f32,
+    load_i32,
+    load_i64,
+    negative16,
+    popcount,
+    store_f32,
+    store_i32,
+    store_i64,
+    store_w,
+    zero_w,
+)
 from hotcold.runtime.kernels.vector import DRELU, activate
 
 CHUNK = 32
 LIST_PADDING = 16  # entries a list may be read past its end
+SCORES, SIGNS = 1, 2  # o.predictor: scores are rows . hidden values; scores are counts of equal signs
 
 
 @njit
@@ -31,11 +49,11 @@ def own_keys(o, t, n_threads, x, xb, keys):
 
 @njit
 def own_list(o, t, n_threads, keys, ids, values):
-    """List this thread's neurons in order of id, with their activation; only those that fire if o.sparse."""
+    """List this thread's neurons in order of id, with their key; only those whose key is above it if o.sparse."""
     n = 0
     for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
         r1 = min(r0 + CHUNK, o.rows)
-        if o.sparse:
+        if o.sparse and not o.magnitude:
             for r in range(r0, r1):
                 key = load_f32(keys + 4 * r)
                 store_i32(ids + 4 * n, r)
@@ -46,16 +64,112 @@ def own_list(o, t, n_threads, keys, ids, values):
                 store_i32(ids + 4 * n, r)
                 store_f32(values + 4 * n, load_f32(keys + 4 * r))
                 n += 1
-    activate(o.act, o.threshold, values, values, n)
-    for i in range(n, n + 8):  # the last group of four repeats a valid row with weight 0; one more is prefetched
-        store_i32(ids + 4 * i, load_i32(ids + 4 * n - 4) if n else 0)
-        store_f32(values + 4 * i, ZERO)
     return n
 
 
 @njit
-def add_neurons(o, n, ids, values, x, xb, acc):
-    """acc[0:cols] = sum over the listed neurons of activation (* up row . x) * down row."""
+def pad_list(n, ids, values):
+    """The last group of four repeats a valid row with weight 0; one more is prefetched."""
+    for i in range(n, n + 8):
+        store_i32(ids + 4 * i, load_i32(ids + 4 * n - 4) if n else 0)
+        store_f32(values + 4 * i, ZERO)
+
+
+@njit
+def own_candidates(o, t, n_threads, x, signs, hidden, hiddenb, scores, ids):
+    """List this thread's neurons whose score is above o.threshold4, in order of id."""
+    n, words = 0, o.stride4 // 8
+    if o.predictor == SIGNS:
+        for j in range(words):
+            bits = negative16(x + 256 * j) | negative16(x + 256 * j + 64) << 16
+            store_i64(signs + 8 * j, bits | negative16(x + 256 * j + 128) << 32 | negative16(x + 256 * j + 192) << 48)
+        if o.cols % 64:  # what lies behind x is not part of it
+            last = signs + 8 * words - 8
+            store_i64(last, load_i64(last) & ((1 << (o.cols % 64)) - 1))
+    for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
+        r1 = min(r0 + CHUNK, o.rows)
+        if o.predictor == SIGNS:
+            for r in range(r0, r1):
+                different = 0
+                for j in range(words):
+                    different += popcount(load_i64(o.w4 + r * o.stride4 + 8 * j) ^ load_i64(signs + 8 * j))
+                store_f32(scores + 4 * r, np.float32(o.cols - 2 * different))
+        else:
+            matvec(o.qt4, o.w4, o.stride4, r0, r1, o.cols4, hidden, hiddenb, scores)
+        for r in range(r0, r1):
+            store_i32(ids + 4 * n, r)
+            n += not load_f32(scores + 4 * r) + load_f32(o.bias4 + 4 * r) <= o.threshold4
+    return n
+
+
+@njit
+def listed_keys(o, n, ids, x, xb, values):
+    """values[i] = key of the i-th listed neuron."""
+    w, s = o.w, o.stride
+    for i in range(0, n, 4):
+        p, v = ids + 4 * i, values + 4 * i
+        i0, i1, i2, i3 = load_i32(p), load_i32(p + 4), load_i32(p + 8), load_i32(p + 12)
+        n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)
+        y = dot4(o.qt, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
+                 (n0 - i0) * s, (n1 - i1) * s, (n2 - i2) * s, (n3 - i3) * s, o.cols, x, xb)  # fmt: skip
+        b = o.bias
+        if b:
+            y = (y[0] + load_f32(b + 4 * i0), y[1] + load_f32(b + 4 * i1),
+                 y[2] + load_f32(b + 4 * i2), y[3] + load_f32(b + 4 * i3))  # fmt: skip
+        store_f32(v, y[0])
+        store_f32(v + 4, y[1])
+        store_f32(v + 8, y[2])
+        store_f32(v + 12, y[3])
+
+
+@njit
+def keep_above(threshold, n, ids, values):
+    """Keep the listed neurons whose key is above the threshold."""
+    kept = 0
+    for i in range(n):
+        key = load_f32(values + 4 * i)
+        store_i32(ids + 4 * kept, load_i32(ids + 4 * i))
+        store_f32(values + 4 * kept, key)
+        kept += not key <= threshold
+    return kept
+
+
+@njit
+def keep_large(o, n, ids, values):
+    """Drop values of a magnitude up to the threshold from the list; they become 0 in it where all are computed."""
+    kept = 0
+    for i in range(n):
+        value = load_f32(values + 4 * i)
+        small = abs(value) <= o.threshold
+        store_i32(ids + 4 * kept, load_i32(ids + 4 * i))
+        store_f32(values + 4 * kept, ZERO if small else value)
+        kept += not (small and o.sparse)
+    return kept
+
+
+@njit
+def listed_up(o, n, ids, x, xb, values):
+    """values[i] *= up row of the i-th listed neuron . x"""
+    w, s = o.w2, o.stride2
+    for i in range(0, n, 4):
+        p, c = ids + 4 * i, values + 4 * i
+        i0, i1, i2, i3 = load_i32(p), load_i32(p + 4), load_i32(p + 8), load_i32(p + 12)
+        n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)
+        u = dot4(o.qt2, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
+                 (n0 - i0) * s, (n1 - i1) * s, (n2 - i2) * s, (n3 - i3) * s, o.cols, x, xb)  # fmt: skip
+        b = o.bias2
+        if b:
+            u = (u[0] + load_f32(b + 4 * i0), u[1] + load_f32(b + 4 * i1),
+                 u[2] + load_f32(b + 4 * i2), u[3] + load_f32(b + 4 * i3))  # fmt: skip
+        store_f32(c, load_f32(c) * u[0])
+        store_f32(c + 4, load_f32(c + 4) * u[1])
+        store_f32(c + 8, load_f32(c + 8) * u[2])
+        store_f32(c + 12, load_f32(c + 12) * u[3])
+
+
+@njit
+def add_neurons(o, w2, n, ids, values, x, xb, acc):
+    """acc[0:cols] = sum over the listed neurons of value (* up row . x) * down row; w2 = 0: without up rows."""
     for i in range(0, 4 * o.cols, 64):
         store_w(acc + i, zero_w())
     for i in range(0, n, 4):
@@ -64,7 +178,7 @@ def add_neurons(o, n, ids, values, x, xb, acc):
         c0, c1, c2, c3 = load_f32(c), load_f32(c + 4), load_f32(c + 8), load_f32(c + 12)
         n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)  # prefetched meanwhile
         n0, n1, n2, n3 = n0 - i0, n1 - i1, n2 - i2, n3 - i3
-        w, s = o.w2, o.stride2
+        w, s = w2, o.stride2
         if w:
             u = dot4(o.qt2, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
                      n0 * s, n1 * s, n2 * s, n3 * s, o.cols, x, xb)  # fmt: skip
@@ -84,9 +198,61 @@ def add_neurons(o, n, ids, values, x, xb, acc):
 
 
 @njit
-def sparse_ffn(o, t, n_threads, x, xb, keys, ids, values, acc):
-    """Returns the number of neurons computed. keys is shared (each thread writes its own), the rest is private."""
-    own_keys(o, t, n_threads, x, xb, keys)
-    n = own_list(o, t, n_threads, keys, ids, values)
-    add_neurons(o, n, ids, values, x, xb, acc)
+def sparse_ffn(o, t, n_threads, x, xb, keys, ids, values, hidden, hiddenb, signs, acc):
+    """Returns (key rows read, neurons computed). keys is shared (each thread writes its own), the rest is private.
+
+    o.w = 0: the keys are in `keys` already.
+    """
+    if o.predictor:
+        checked = own_candidates(o, t, n_threads, x, signs, hidden, hiddenb, keys, ids)
+        pad_list(checked, ids, values)
+        listed_keys(o, checked, ids, x, xb, values)
+        n = checked if o.magnitude else keep_above(o.threshold, checked, ids, values)
+    else:
+        if o.w:
+            own_keys(o, t, n_threads, x, xb, keys)
+        n = own_list(o, t, n_threads, keys, ids, values)
+        checked = 0
+        for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
+            checked += min(CHUNK, o.rows - r0)
+    activate(o.act, o.threshold, values, values, n)
+    w2 = o.w2
+    if o.magnitude:
+        if w2:
+            pad_list(n, ids, values)
+            listed_up(o, n, ids, x, xb, values)
+            w2 = 0
+        n = keep_large(o, n, ids, values)
+    pad_list(n, ids, values)
+    add_neurons(o, w2, n, ids, values, x, xb, acc)
+    return checked, n
+
+
+@njit
+def active_columns(o, c0, c1, offset, x, ids, values, dst):
+    """dst[c0:c1] = sum over inputs i of x[i] * row i (+ bias), inputs of 0 left out if o.sparse.
+
+    w: one row per input (o.cols of them), c0 a multiple of 64; offset: bytes from a row's start to its column c0.
+    dst is padded to a multiple of 64.
+    """
+    n = 0
+    for i in range(o.cols):
+        value = load_f32(x + 4 * i)
+        store_i32(ids + 4 * n, i)
+        store_f32(values + 4 * n, value)
+        n += not (o.sparse and value == ZERO)
+    pad_list(n, ids, values)
+    for c in range(c0, c1, 16):
+        store_w(dst + 4 * c, zero_w())
+    w, s = o.w + offset, o.stride
+    for i in range(0, n, 4):
+        p, c = ids + 4 * i, values + 4 * i
+        i0, i1, i2, i3 = load_i32(p), load_i32(p + 4), load_i32(p + 8), load_i32(p + 12)
+        n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)
+        axpy4(o.qt, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
+              (n0 - i0) * s, (n1 - i1) * s, (n2 - i2) * s, (n3 - i3) * s,
+              load_f32(c), load_f32(c + 4), load_f32(c + 8), load_f32(c + 12), c1 - c0, dst + 4 * c0)  # fmt: skip
+    if o.bias:
+        for j in range(c0, c1):
+            store_f32(dst + 4 * j, load_f32(dst + 4 * j) + load_f32(o.bias + 4 * j))
     return n

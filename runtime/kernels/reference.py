@@ -25,6 +25,7 @@ from hotcold.runtime.kernels.formats import (
     Q8_0,
     QUANTIZED,
 )
+from hotcold.runtime.schema import DENSE_ACTIVATIONS
 
 Array = np.ndarray
 
@@ -163,11 +164,16 @@ def activate(name: str, keys: Array, threshold: float = 0.0) -> Array:
 
 
 def neuron_values(name: str, keys: Array, up: Array | None, threshold: float = 0.0) -> Array:
-    """What each neuron multiplies its down row by: act(key), times up (clamped at 0 by drelu) when gated."""
+    """What each neuron multiplies its down row by: act(key), times up (clamped at 0 by drelu) when gated.
+
+    Activations that are never 0 by themselves become 0 where the magnitude of the result is up to the threshold.
+    """
     value = activate(name, keys, threshold)
-    if up is None:
-        return value
-    return value * (np.maximum(up, 0.0) if name == "drelu" else up)
+    if up is not None:
+        value = value * (np.maximum(up, 0.0) if name == "drelu" else up)
+    if name in DENSE_ACTIVATIONS and threshold > 0:
+        return np.where(np.abs(value) <= threshold, 0.0, value)
+    return value
 
 
 # ------------------------------------------------------------------ attention
@@ -196,3 +202,20 @@ def attention(q: Array, k: Array, v: Array, first: int, window: int, scale: floa
             past = (h // group, slice(seen_from, end))
             out[t, h] = attend(q[t, h], k[past], v[past], scale)
     return out
+
+
+# ------------------------------------------------------------------ predictors
+
+
+def sign_planes(rows: Array) -> Array:
+    """float [n, n_embd] -> i32 [n, 2 * ceil(n_embd / 64)]: bit j % 32 of word j // 32 is set where weight j is < 0."""
+    n, cols = rows.shape
+    bits = np.zeros((n, -(-cols // 64) * 64), bool)
+    bits[:, :cols] = np.asarray(rows) < 0
+    return np.packbits(bits, axis=1, bitorder="little").view("<i4")
+
+
+def sign_scores(planes: Array, x: Array) -> Array:
+    """n_embd - 2 * (number of signs that differ): planes i32 [n, words], x [n_embd] -> int64 [n]."""
+    differ = np.unpackbits((planes ^ sign_planes(x[None, :])).view(np.uint8), axis=1).sum(axis=1, dtype=np.int64)
+    return len(x) - 2 * differ

@@ -369,3 +369,18 @@ def low_nibble_w(b, v):  # (v & 15) - 8
 @emit(i32x16, i32x16)
 def shr4w(b, v):
     return b.lshr(v, const(i32x16.ll, [4] * 16))
+
+
+# ------------------------------------------------------------------ sign bits
+
+
+@emit(types.int64, addr)
+def negative16(b, a):  # bit i: the i-th of 16 f32 is below 0 (not for -0 and NaN)
+    v = load(b, a, f32x16.ll)
+    below = b.fcmp_ordered("<", v, ir.Constant(f32x16.ll, None))
+    return b.zext(b.bitcast(below, I16), I64)
+
+
+@emit(types.int64, types.int64)
+def popcount(b, x):
+    return call(b, "llvm.ctpop.i64", I64, x)

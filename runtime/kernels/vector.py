@@ -125,6 +125,21 @@ def gate(code, g, u, dst, n):
 
 
 @njit
+def clamp(src, dst, n):
+    """dst[i] = max(src[i], 0); NaN stays. Buffers are padded to multiples of 16. May be in place."""
+    for i in range(0, 4 * n, 64):
+        store_w(dst + i, max_w(load_w(src + i), zero_w()))
+
+
+@njit
+def drop_small(threshold, values, n):
+    """values[i] = 0 where |values[i]| <= threshold, in place; NaN stays."""
+    for i in range(n):
+        if abs(load_f32(values + 4 * i)) <= threshold:
+            store_f32(values + 4 * i, ZERO)
+
+
+@njit
 def rms_norm(x, w, dst, n, eps):
     """dst = w * x / sqrt(mean(x^2) + eps)."""
     s = zero_w()

@@ -12,13 +12,13 @@ from numba import njit
 
 from hotcold.runtime.kernels.attention import QUERIES, attend, attend_block, store_cache
 from hotcold.runtime.kernels.blocks import matmul, matmul_columns
-from hotcold.runtime.kernels.ffn import sparse_ffn
-from hotcold.runtime.kernels.formats import PACK_TOKENS
+from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
+from hotcold.runtime.kernels.formats import BF16, F16, F32, PACK_TOKENS, Q4_0_BYTES, Q8_0, Q8_0_BYTES
 from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec
 from hotcold.runtime.kernels.simd import load_f32, load_i64, store_f32, store_i64
 from hotcold.runtime.kernels.sync import atomic_load, atomic_store, atomic_swap, barrier, pause
 from hotcold.runtime.kernels.tiles import FLOAT_ROWS
-from hotcold.runtime.kernels.vector import activate, gate, layer_norm, quantize, rms_norm, rotate
+from hotcold.runtime.kernels.vector import activate, clamp, drop_small, gate, layer_norm, quantize, rms_norm, rotate
 
 # One operator. Addresses are int64; `ld_*` are bytes from one token to the next. private = 1: the activations it reads
 # (MATMUL, FFN) or writes (NORM, QUANT) are this thread's own copy, in its arena. What else a field means to an operator
@@ -31,14 +31,16 @@ OP = np.dtype(
             "rows", "cols", "unit",
             "qt", "w", "stride", "qt2", "w2", "stride2", "qt3", "w3", "stride3", "bias", "bias2",
             "src", "ld_src", "srcb", "ld_srcb", "dst", "ld_dst", "dstb", "ld_dstb", "aux", "aux2",
-            "private", "window", "flag", "act", "sparse", "add", "quant",
+            "private", "window", "flag", "act", "sparse", "add", "quant", "relu", "magnitude",
+            "predictor", "qt4", "w4", "stride4", "cols4", "bias4", "hidden", "hiddenb", "signs",
         )
     ]  # fmt: skip
-    + [(name, np.float32) for name in ("scale", "threshold", "eps", "padding")],
+    + [(name, np.float32) for name in ("scale", "threshold", "eps", "threshold4")],
     align=True,
 )
 
-EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN = range(10)
+EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN, HIDDEN, COLUMNS = range(12)
+CHECKED, COMPUTED = 0, 1  # words of A_COUNTS per layer and thread: key rows read, neurons computed
 
 # Control block: int64 words. The first ones, where threads spin, have a cache line each.
 GO, ARRIVED, RELEASED, ABORT, FINISHED = (8 * i for i in range(5))  # GO and FINISHED count runs
@@ -92,6 +94,8 @@ def _norm(o, src, dst, dstb):
         layer_norm(src, o.w, o.bias, dst, o.cols, o.eps)
     else:
         rms_norm(src, o.w, dst, o.cols, o.eps)
+    if o.relu:
+        clamp(dst, dst, o.cols)
     if o.quant:
         quantize(dst, dstb, o.cols)
 
@@ -190,6 +194,21 @@ def _activate(o, t, n_threads, n_tok):
         activate(o.act, o.threshold, p, p, o.cols)
         if o.srcb:
             gate(o.act, p, o.srcb + i * o.ld_srcb, p, o.cols)
+        if o.magnitude:
+            drop_small(o.threshold, p, o.cols)
+
+
+@njit
+def _columns(o, t, n_threads, own):
+    """One token's product with a matrix that has one row per input; aux, aux2: private lists."""
+    c0, c1 = share(o.rows, 64, t, n_threads)
+    if o.qt == F32:
+        offset = 4 * c0
+    elif o.qt == F16 or o.qt == BF16:
+        offset = 2 * c0
+    else:
+        offset = c0 // 32 * (Q8_0_BYTES if o.qt == Q8_0 else Q4_0_BYTES)
+    active_columns(o, c0, c1, offset, o.src + own, o.aux + own, o.aux2 + own, o.dst)
 
 
 @njit
@@ -202,9 +221,11 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
         if n_tok > first:
             _matmul(o, t, n_threads, first, n_tok, own, scratch, load_i64(ctl + 8 * A_LOGITS))
     elif o.op == FFN:
-        n = sparse_ffn(o, t, n_threads, o.src + own, o.srcb + own, o.aux, o.aux2 + own, o.dstb + own, o.dst + own)
-        at = load_i64(ctl + 8 * A_COUNTS) + 8 * (o.layer * n_threads + t)
-        store_i64(at, load_i64(at) + n)
+        checked, n = sparse_ffn(o, t, n_threads, o.src + own, o.srcb + own, o.aux, o.aux2 + own, o.dstb + own,
+                                o.hidden + own, o.hiddenb + own, o.signs + own, o.dst + own)  # fmt: skip
+        at = load_i64(ctl + 8 * A_COUNTS) + 16 * (o.layer * n_threads + t)
+        store_i64(at + 8 * CHECKED, load_i64(at + 8 * CHECKED) + checked)
+        store_i64(at + 8 * COMPUTED, load_i64(at + 8 * COMPUTED) + n)
     elif o.op == NORM or o.op == QUANT:
         r0, r1 = _tokens(o, t, n_threads, first, n_tok)
         for i in range(r0, r1):
@@ -227,6 +248,15 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
     elif o.op == DOWN:
         c0, c1 = share(o.cols, FLOAT_ROWS, t, n_threads)
         matmul_columns(o, c0, c1, n_tok, o.src, o.ld_src, o.dst, o.ld_dst, scratch)
+    elif o.op == COLUMNS:
+        _columns(o, t, n_threads, own)
+    elif o.op == HIDDEN:  # a predictor's hidden values: every thread's own copy
+        if o.relu:
+            clamp(o.src, o.dst + own, o.cols)
+        else:
+            copy_row(F32, o.src, o.cols, ONE, o.dst + own)
+        if o.quant:
+            quantize(o.dst + own, o.dstb + own, o.cols)
     elif o.op == EMBED:
         _embed(o, t, n_threads, n_tok, load_i64(ctl + 8 * A_TOKENS), pos)
 
