@@ -106,6 +106,23 @@ class _Choices:
     cost: np.ndarray  # f64
 
 
+@dataclass(frozen=True)
+class _Problem:
+    layers: Sequence[Layer]
+    rates: Rates
+    objective: str
+    batch: int
+    choices: list[_Choices]
+    capacity: int  # bytes on the GPU
+    floor: int  # bytes that must be there, because the CPU cannot hold them
+
+    def size(self, picked: Sequence[int]) -> int:
+        return sum(int(c.size[i]) for c, i in zip(self.choices, picked, strict=True))
+
+    def cost(self, picked: Sequence[int]) -> float:
+        return math.fsum(float(c.cost[i]) for c, i in zip(self.choices, picked, strict=True))
+
+
 def check_layers(layers: Sequence[Layer]) -> None:
     """Raise HotcoldError, naming the layer, for numbers that are not frequencies in descending order."""
     for number, layer in enumerate(layers):
@@ -151,22 +168,21 @@ def solve(
 
     Never worse than greedy(). Raises HotcoldError where no placement fits.
     """
-    choices, floor = _prepare(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
-    price, bound = _price(choices, gpu_bytes)
-    picked = _greedy(choices, gpu_bytes, floor)
-    cost = math.inf if picked is None else _total(choices, picked)
+    p = _problem(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
+    price, bound = _price(p)
+    picked = _greedy(p)
+    cost = math.inf if picked is None else p.cost(picked)
     status = "optimal"
     if cost - bound > 1e-12 * abs(bound):
-        kept = [_worth_keeping(c, price, cost - bound, choices) for c in choices]
         program = _paper_program if objective == "paper" else _choice_program
-        found, status, least = program(layers, rates, choices, kept, gpu_bytes, floor, batch, time_limit)
+        found, status, least = program(p, _worth_keeping(p, price, cost - bound), time_limit)
         bound = max(bound, min(least, cost))
-        if found is not None and _total(choices, found) < cost and _fits(choices, found, gpu_bytes, floor):
+        if found is not None and p.floor <= p.size(found) <= p.capacity and p.cost(found) < cost:
             picked = found
     if picked is None:
         raise HotcoldError(f"{_in_words(cpu_bytes)} of RAM and {_in_words(gpu_bytes)} of VRAM cannot hold the FFN's "
                            f"{_in_words(sum(layer.row * layer.n for layer in layers))} of rows")  # fmt: skip
-    return _solution(choices, picked, bound, status, objective)
+    return _solution(p, picked, bound, status)
 
 
 def greedy(
@@ -174,25 +190,25 @@ def greedy(
     batch: int = BATCH,
 ) -> Solution | None:  # fmt: skip
     """The first solution that solve() improves on: best gain per byte first; None where it finds nothing that fits."""
-    choices, floor = _prepare(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
-    picked = _greedy(choices, gpu_bytes, floor)
-    return None if picked is None else _solution(choices, picked, _price(choices, gpu_bytes)[1], "greedy", objective)
+    p = _problem(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
+    picked = _greedy(p)
+    return None if picked is None else _solution(p, picked, _price(p)[1], "greedy")
 
 
 # ---- choices
 
 
-def _prepare(
+def _problem(
     layers: Sequence[Layer], rates: Rates, objective: str, gpu_bytes: int, cpu_bytes: int | None, batch: int
-) -> tuple[list[_Choices], int]:
-    """-> the layers' choices, and the fewest bytes that must go to the GPU so that the rest fits the CPU."""
+) -> _Problem:  # fmt: skip
     if objective not in OBJECTIVES:
         raise HotcoldError(f"objective {objective!r} is unknown, choose from {', '.join(OBJECTIVES)}")
     if gpu_bytes < 0 or cpu_bytes is not None and cpu_bytes < 0:
         raise HotcoldError(f"memory for neurons is {min(gpu_bytes, cpu_bytes or 0)} bytes, must be at least 0")
     check_layers(layers)
     floor = 0 if cpu_bytes is None else max(0, sum(layer.row * layer.n for layer in layers) - cpu_bytes)
-    return [_choices(layer, rates, objective, batch) for layer in layers], floor
+    choices = [_choices(layer, rates, objective, batch) for layer in layers]
+    return _Problem(layers, rates, objective, batch, choices, gpu_bytes, floor)
 
 
 def _grid(n: int, batch: int) -> np.ndarray:
@@ -260,61 +276,58 @@ def _hull(c: _Choices) -> np.ndarray:
     return order[hull]
 
 
-def _steps(choices: Sequence[_Choices]) -> tuple[list[np.ndarray], list[tuple[float, int, int]]]:
+def _steps(p: _Problem) -> tuple[list[np.ndarray], list[tuple[float, int, int]]]:
     """-> hulls, and all their steps (gain per byte, layer, position of the hull it leads to), best first."""
-    hulls = [_hull(c) for c in choices]
+    hulls = [_hull(c) for c in p.choices]
     steps = []
-    for number, (c, hull) in enumerate(zip(choices, hulls, strict=True)):
+    for number, (c, hull) in enumerate(zip(p.choices, hulls, strict=True)):
         rate = -np.diff(c.cost[hull]) / np.diff(c.size[hull])
         steps += [(r, number, k + 1) for k, r in enumerate(rate.tolist())]
     return hulls, sorted(steps, key=lambda step: (-step[0], step[1], step[2]))
 
 
-def _price(choices: Sequence[_Choices], capacity: int) -> tuple[float, float]:
+def _price(p: _Problem) -> tuple[float, float]:
     """-> price per byte at which the memory is just used up, and the bound it gives on the total cost."""
-    hulls, steps = _steps(choices)
-    left = capacity - sum(int(c.size[h[0]]) for c, h in zip(choices, hulls, strict=True))
+    hulls, steps = _steps(p)
+    left = p.capacity - p.size([int(h[0]) for h in hulls])
     price = 0.0
     for rate, number, k in steps:
-        left -= int(choices[number].size[hulls[number][k]] - choices[number].size[hulls[number][k - 1]])
+        left -= int(np.diff(p.choices[number].size[hulls[number][k - 1 : k + 1]])[0])
         if left < 0:
             price = rate
             break
-    return price, sum(float((c.cost + price * c.size).min()) for c in choices) - price * capacity
+    return price, math.fsum(float((c.cost + price * c.size).min()) for c in p.choices) - price * p.capacity
 
 
-def _greedy(choices: Sequence[_Choices], capacity: int, floor: int) -> list[int] | None:
+def _greedy(p: _Problem) -> list[int] | None:
     """Hull steps in order of gain per byte while they fit, then the best use of what is left; None if under `floor`."""
-    hulls, steps = _steps(choices)
+    hulls, steps = _steps(p)
     picked = [int(h[0]) for h in hulls]
-    left = capacity - _size(choices, picked)
+    left = p.capacity - p.size(picked)
     full: set[int] = set()
     for _, number, k in steps:
-        c, to = choices[number], int(hulls[number][k])
-        extra = int(c.size[to] - c.size[picked[number]])
+        size, to = p.choices[number].size, int(hulls[number][k])
+        extra = int(size[to] - size[picked[number]])
         if number in full or extra > left:
             full.add(number)
             continue
         picked[number], left = to, left - extra
-    if _size(choices, picked) < floor:  # the CPU cannot hold the rest: fill the GPU
-        for number in range(len(choices)):
-            left = _refill(choices, picked, number, left, -choices[number].size)
+    if p.size(picked) < p.floor:  # the CPU cannot hold the rest: fill the GPU
+        for number, c in enumerate(p.choices):
+            left = _refill(p, picked, number, left, -c.size)
     for _ in range(3):
         before = list(picked)
-        for number in range(len(choices)):
-            slack = _size(choices, picked) - floor
-            left = _refill(choices, picked, number, left, choices[number].cost, slack)
+        for number, c in enumerate(p.choices):
+            left = _refill(p, picked, number, left, c.cost, p.size(picked) - p.floor)
         if picked == before:
             break
-    return picked if _size(choices, picked) >= floor else None
+    return picked if p.size(picked) >= p.floor else None
 
 
-def _refill(
-    choices: Sequence[_Choices], picked: list[int], number: int, left: int, cost: np.ndarray, slack: int = 0
-) -> int:
+def _refill(p: _Problem, picked: list[int], number: int, left: int, cost: np.ndarray, slack: int = 0) -> int:
     """Give one layer its best choice that fits into what is left (and frees at most `slack`); returns what is left."""
-    c, now = choices[number], picked[number]
-    extra = c.size - c.size[now]
+    now = picked[number]
+    extra = p.choices[number].size - p.choices[number].size[now]
     best = int(np.where((extra <= left) & (extra >= -slack), cost, np.inf).argmin())
     if cost[best] < cost[now]:
         picked[number] = best
@@ -322,33 +335,19 @@ def _refill(
     return left
 
 
-def _worth_keeping(c: _Choices, price: float, slack: float, choices: Sequence[_Choices]) -> np.ndarray:
-    """Mask of the choices that a solution better than the known one may contain: the others alone cost too much."""
-    reduced = c.cost + price * c.size
-    rounding = 1e-12 * sum(float(np.abs(other.cost).max()) for other in choices) if math.isfinite(slack) else 0.0
-    return reduced - reduced.min() <= slack + rounding
+def _worth_keeping(p: _Problem, price: float, slack: float) -> list[np.ndarray]:
+    """Masks of the choices that a solution better than the known one may contain: the others alone cost too much."""
+    slack += 1e-12 * sum(float(np.abs(c.cost).max()) for c in p.choices)  # for rounding
+    reduced = [c.cost + price * c.size for c in p.choices]
+    return [r - r.min() <= slack for r in reduced]
 
 
-def _size(choices: Sequence[_Choices], picked: Sequence[int]) -> int:
-    return sum(int(c.size[i]) for c, i in zip(choices, picked, strict=True))
-
-
-def _total(choices: Sequence[_Choices], picked: Sequence[int]) -> float:
-    return math.fsum(float(c.cost[i]) for c, i in zip(choices, picked, strict=True))
-
-
-def _fits(choices: Sequence[_Choices], picked: Sequence[int], capacity: int, floor: int) -> bool:
-    return floor <= _size(choices, picked) <= capacity
-
-
-def _solution(
-    choices: Sequence[_Choices], picked: Sequence[int], bound: float, status: str, objective: str
-) -> Solution:  # fmt: skip
-    sign = -1.0 if objective == "paper" else 1.0
+def _solution(p: _Problem, picked: Sequence[int], bound: float, status: str) -> Solution:
+    sign = -1.0 if p.objective == "paper" else 1.0
+    chosen = list(zip(p.choices, picked, strict=True))
     return Solution(
-        tuple(int(c.hot[i]) for c, i in zip(choices, picked, strict=True)),
-        tuple(bool(c.keys[i]) for c, i in zip(choices, picked, strict=True)),
-        sign * _total(choices, picked), sign * bound, status, _size(choices, picked),
+        tuple(int(c.hot[i]) for c, i in chosen), tuple(bool(c.keys[i]) for c, i in chosen), sign * p.cost(picked),
+        sign * min(bound, p.cost(picked)), status, p.size(picked),
     )  # fmt: skip
 
 
@@ -360,22 +359,21 @@ def _in_words(n_bytes: int | None) -> str:
 
 
 def _choice_program(
-    layers: Sequence[Layer], rates: Rates, choices: Sequence[_Choices], kept: Sequence[np.ndarray], capacity: int,
-    floor: int, batch: int, time_limit: float,
+    p: _Problem, kept: Sequence[np.ndarray], time_limit: float
 ) -> tuple[list[int] | None, str, float]:  # fmt: skip
     """Time: one binary per kept choice, exactly one in each layer, their bytes within the limits."""
     from scipy.sparse import csr_matrix, vstack
 
     index = [np.flatnonzero(k) for k in kept]
-    owner = np.repeat(np.arange(len(choices)), [len(i) for i in index])
-    size, cost = (np.concatenate([getattr(c, name)[i] for c, i in zip(choices, index, strict=True)])
+    owner = np.repeat(np.arange(len(index)), [len(i) for i in index])
+    size, cost = (np.concatenate([getattr(c, name)[i] for c, i in zip(p.choices, index, strict=True)])
                   for name in ("size", "cost"))  # fmt: skip
     one = csr_matrix((np.ones(len(owner)), (owner, np.arange(len(owner)))))
     unit = _unit(size)
     rows = vstack([one, csr_matrix(size // unit)]).tocsr()
-    ones = np.ones(len(choices))
-    low, high = np.append(ones, math.ceil(floor / unit)), np.append(ones, capacity // unit)
-    least = np.array([cost[owner == number].min() for number in range(len(choices))])
+    ones = np.ones(len(index))
+    low, high = np.append(ones, -(-p.floor // unit)), np.append(ones, p.capacity // unit)
+    least = np.array([cost[owner == number].min() for number in range(len(index))])
     z, status, bound = _milp(cost - least[owner], rows, low, high, np.zeros(len(owner)), np.ones(len(owner)),
                              time_limit)  # fmt: skip
     if z is None:
@@ -385,51 +383,46 @@ def _choice_program(
 
 
 def _paper_program(
-    layers: Sequence[Layer], rates: Rates, choices: Sequence[_Choices], kept: Sequence[np.ndarray], capacity: int,
-    floor: int, batch: int, time_limit: float,
+    p: _Problem, kept: Sequence[np.ndarray], time_limit: float
 ) -> tuple[list[int] | None, str, float]:  # fmt: skip
     """The paper's: a = 1 for a batch on the GPU (else it is the CPU's), y = 1 for a layer that has any there.
 
-    a is fixed where every kept choice agrees. A batch set is then read as the prefix of as many neurons: it is as
-    large, and holds at least as many activations.
+    a is fixed where every kept choice agrees. A set of batches is then read as the prefix of as many neurons: it is
+    as large, and holds at least as many activations.
     """
     from scipy.sparse import csr_matrix
 
-    cost, size, low, high, where, entries = [], [], [], [], [], []
-    at = 0
-    for number, (layer, c, keep) in enumerate(zip(layers, choices, kept, strict=True)):
-        counts = np.full(-(-layer.n // batch), batch)
-        counts[-1] = layer.n - batch * (len(counts) - 1)
-        sums = np.add.reduceat(layer.frequency, np.arange(0, layer.n, batch))
-        possible = c.hot[keep]
-        y, n_a, n_min = at + len(counts), len(counts), minimum_neurons(layer, rates)
-        first, last = int(possible.min()) // batch, -(-int(possible.max()) // batch)
-        if not layer.usable or n_min > layer.n:
-            n_min, first, last = layer.n + 1, 0, 0
-        small = counts[-1] < batch and last > 0  # may stand in for any other
-        cost.append(np.append(-sums, 0.0))
-        size.append(np.append(counts * layer.row, 0))
-        low.append(np.append(np.arange(n_a) < first - (1 if small else 0), 0))
-        high.append(np.append((np.arange(n_a) < last) | (small & (np.arange(n_a) == n_a - 1)), 1))
-        where.append(slice(at, at + n_a))
-        columns = np.arange(at, at + n_a)
-        for row, big in ((2 * number, n_min), (2 * number + 1, layer.n)):  # sum >= C_l y;  sum <= K y
-            entries.append((np.full(n_a + 1, row), np.append(columns, y), np.append(counts, -big)))
+    n_layer, at = len(p.layers), 0
+    cost, counts, size, low, high, entries = [], [], [], [], [], []
+    for number, (layer, c, keep) in enumerate(zip(p.layers, p.choices, kept, strict=True)):
+        n_a = -(-layer.n // p.batch)
+        batch = np.arange(n_a)
+        count = np.minimum(p.batch, layer.n - p.batch * batch)
+        first, last = int(c.hot[keep].min()) // p.batch, -(-int(c.hot[keep].max()) // p.batch)
+        stand_in = (count < p.batch) & (last > 0)  # a smaller last batch may take the place of any other
+        cost.append(np.append(-np.add.reduceat(layer.frequency, p.batch * batch), 0.0))
+        counts.append(count)
+        size.append(np.append(count * layer.row, 0))
+        low.append(np.append(batch < first - int(stand_in[-1]), False))
+        high.append(np.append((batch < last) | stand_in, True))
+        n_min = min(minimum_neurons(layer, p.rates), layer.n + 1)  # more than there are: y must be 0
+        for line, factor in ((2 * number, n_min), (2 * number + 1, layer.n)):  # sum >= C_l y;  sum <= K y
+            entries.append((np.full(n_a + 1, line), np.arange(at, at + n_a + 1), np.append(count, -factor)))
         at += n_a + 1
     sizes = np.concatenate(size)
     unit = _unit(sizes)
-    entries.append((np.full(at, 2 * len(layers)), np.arange(at), sizes // unit))
+    entries.append((np.full(at, 2 * n_layer), np.arange(at), sizes // unit))
     row, column, value = (np.concatenate([e[k] for e in entries]) for k in range(3))
-    least = np.append(np.tile([0.0, -np.inf], len(layers)), math.ceil(floor / unit))
-    most = np.append(np.tile([np.inf, 0.0], len(layers)), capacity // unit)
+    least = np.append(np.tile([0.0, -np.inf], n_layer), -(-p.floor // unit))
+    most = np.append(np.tile([np.inf, 0.0], n_layer), p.capacity // unit)
     z, status, bound = _milp(np.concatenate(cost), csr_matrix((value, (row, column))), least, most,
                              np.concatenate(low), np.concatenate(high), time_limit)  # fmt: skip
     if z is None:
         return None, status, -math.inf
-    picked = []
-    for layer, c, part, sums in zip(layers, choices, where, size, strict=True):
-        hot = int(z[part] @ sums[:-1]) // layer.row
-        picked.append(int(np.searchsorted(c.hot, hot)))
+    picked, at = [], 0
+    for c, count in zip(p.choices, counts, strict=True):
+        picked.append(int(np.searchsorted(c.hot, int(z[at : at + len(count)] @ count))))
+        at += len(count) + 1
     return picked, status, bound
 
 
