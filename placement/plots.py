@@ -60,9 +60,9 @@ def _percent(axis: Axes, x: bool = False, top: float | None = 100) -> None:
     from matplotlib.ticker import PercentFormatter
 
     if x:
-        axis.xaxis.set_major_formatter(PercentFormatter(decimals=0))
+        axis.xaxis.set_major_formatter(PercentFormatter(decimals=0, symbol=" %"))
         axis.set_xlim(0, 100)
-    axis.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+    axis.yaxis.set_major_formatter(PercentFormatter(decimals=0, symbol=" %"))
     axis.set_ylim(0, top)
 
 
@@ -102,7 +102,7 @@ def activity(facts: Facts) -> bytes:
             each.plot(100 * (middle + 1) / len(fired), 100 * fired[middle] / facts.tokens, color=colour, linewidth=1.2,
                       alpha=0.85)  # fmt: skip
         together.plot([0, 100], [0, 100], color=GREY, linestyle="--", linewidth=1)
-        together.text(97, 90, "all alike", color="#5f6368", ha="right", va="top", fontsize=9)
+        together.text(62, 55, "all alike", color="#5f6368", ha="left", va="top", fontsize=9)
         together.set(title="Share of all firings", xlabel="neurons of a layer, most active first",
                      ylabel="firings so far")  # fmt: skip
         each.set(title="How often each neuron fires", xlabel="neurons of a layer, most active first",
@@ -123,8 +123,8 @@ def sparsity(facts: Facts) -> bytes:
     def paint(figure: Figure, axes: Any) -> None:
         x = np.arange(facts.n_layer)
         for axis, values, colour, title in (
-            (axes[0, 0], facts.sparsity, BLUE, "Neurons that are off (sparsity)"),
-            (axes[0, 1], facts.skew, ORANGE, "Neurons that make 80 % of the firings (skew)"),
+            (axes[0, 0], facts.sparsity, BLUE, "Sparsity: neurons that are off"),
+            (axes[0, 1], facts.skew, ORANGE, "Skew: neurons for 80 % of firings"),
         ):
             axis.bar(x, 100 * values, color=colour, width=0.8)
             axis.axhline(100 * values.mean(), color="#333333", linewidth=1, linestyle="--")
@@ -197,12 +197,12 @@ def placement(plans: Sequence[Placement]) -> bytes:
             axis.plot(x, 100 * np.array(plan.share), color="#333333", marker=".", linewidth=0.8,
                       label="share of the layer's firings on the GPU")  # fmt: skip
             keys, attention = np.array(plan.keys_on_gpu, bool), np.array(plan.layer_on_gpu, bool)
-            axis.scatter(x[keys], np.full(keys.sum(), 104), marker="s", s=14, color=GREEN, clip_on=False,
+            axis.scatter(x[keys], np.full(keys.sum(), 105), marker="s", s=14, color=GREEN, clip_on=False,
                          label="all key rows on the GPU")  # fmt: skip
-            axis.scatter(x[attention], np.full(attention.sum(), 110), marker="s", s=14, color=BLUE, clip_on=False,
+            axis.scatter(x[attention], np.full(attention.sum(), 113), marker="s", s=14, color=BLUE, clip_on=False,
                          label="attention on the GPU")  # fmt: skip
             axis.set_title(f"{plan.budget / 2**30:.2f} GiB of VRAM, context {plan.n_ctx}, objective {plan.objective}",
-                           pad=14)  # fmt: skip
+                           pad=24)  # fmt: skip
             _percent(axis)
             _layers(axis, len(n_ff))
         handles, labels = axes[0, 0].get_legend_handles_labels()

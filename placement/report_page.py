@@ -88,8 +88,8 @@ def _activity(facts: Facts) -> Section:
         rows.append([*row, percent(facts.persistence[layer])] if facts.persistence is not None else row)
     return Section("activity", "How firings are spread over neurons", [
         paragraph("Left: going through a layer's neurons from the most active on, how much of all its firings they "
-                  "have made; the further a curve bends to the upper left, the fewer neurons do the work. Right: on how "
-                  "many of the tokens each of them fires. There is a curve per layer, dark for the first."),
+                  "have made; the further a curve bends to the upper left, the fewer neurons do the work. Right: on "
+                  "how many of the tokens each of them fires. There is a curve per layer, dark for the first."),
         figure(plots.activity(facts), seen, seen),
         table("Activity per layer; most active and median: share of the tokens on which that neuron fires",
               [*headings, "fire again with the next token"] if extra else headings, rows),
@@ -205,12 +205,14 @@ def _placement_table(p: Placement) -> str:
     def keys(layer: int) -> str:
         return "GPU" if p.keys_on_gpu[layer] else "of hot neurons" if p.hot[layer] else "CPU"
 
-    rows = [[layer, f"{p.hot[layer]} of {p.n_ff[layer]}", percent(p.share[layer]), keys(layer),
-             "GPU" if p.layer_on_gpu[layer] else "CPU", format_bytes(p.gpu_bytes[layer]),
-             *(f"{1e6 * t[layer]:.1f}" for t in (p.t_gpu, p.t_cpu, p.t_layer))] for layer in range(len(p.hot))]  # fmt: skip
+    def row(layer: int) -> list[object]:
+        return [layer, f"{p.hot[layer]} of {p.n_ff[layer]}", percent(p.share[layer]), keys(layer),
+                "GPU" if p.layer_on_gpu[layer] else "CPU", format_bytes(p.gpu_bytes[layer]),
+                *(f"{1e6 * t[layer]:.1f}" for t in (p.t_gpu, p.t_cpu, p.t_layer))]  # fmt: skip
+
     return table(f"Per layer, with {format_bytes(p.budget)} of VRAM; times in microseconds per token",
                  ["layer", "neurons on the GPU", "of the firings", "key rows on", "attention on", "on the GPU",
-                  "GPU time", "CPU time", "layer time"], rows, words=(3, 4))  # fmt: skip
+                  "GPU time", "CPU time", "layer time"], map(row, range(len(p.hot))), words=(3, 4))  # fmt: skip
 
 
 def _times(facts: Facts) -> Section | None:
