@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -29,8 +30,14 @@ from hotcold.convert.precision import Report
 from hotcold.convert.stock import to_stock
 from hotcold.convert.target import Target
 from hotcold.convert.writer import check_name, write_target
+from hotcold.runtime import schema
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
+
+if TYPE_CHECKING:
+    from hotcold.placement.pipeline import Calibration
+
+PREDICTORS = schema.PREDICTORS  # the first is the default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-unknown-keys", action="store_true",
                         help="model keys of config.json or the GGUF that hotcold does not know: list them instead of "
                              "refusing")
+    parser.add_argument("--calibrate", metavar="TEXT", nargs="?", const=True, type=Path,
+                        help="also count over a text how often neurons fire (without TEXT: over the one that comes "
+                             "with hotcold), sort them by it and train predictors; ReLU models only")
+    parser.add_argument("--calibrate-tokens", metavar="N", type=_count,
+                        help="with --calibrate: tokens of the text to count over (default 100000)")
+    parser.add_argument("--predictor", choices=PREDICTORS, help="with --calibrate: predictors to train (default none)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
     report = Report()
     if args.relu_as_silu is not None and not args.to_stock:
         raise HotcoldError("--relu-as-silu needs --to-stock: it prepares a file for stock llama.cpp")
+    calibration = _calibration(args)
     with _opened(args, report) as model:
+        if calibration:
+            _check_sparse(args, model)
         target = _plan(args, model, report)
         out = output_path(args, target)
         if _same_file(out, args.src):
@@ -78,12 +94,49 @@ def run(args: argparse.Namespace) -> int:
         check_name(out, args.force)
         if not out.absolute().parent.is_dir():
             raise HotcoldError(f"{out.absolute().parent}: no such folder")
-        with terminable(), writing_progress(console, target.n_bytes) as progress:
-            size = write_target(target, out, progress, model.release, args.force)
+        with terminable():
+            if calibration:
+                size = calibration.make(lambda path: _written(target, path, model.release, False, console),
+                                        target.n_bytes, out, args.force, console)
+            else:
+                size = _written(target, out, model.release, args.force, console)
     _say_notes(console, report)
     _say_losses(console, report, args.verbose)
     console.print(f"wrote {escape(str(out))} ({size / 1e6:.1f} MB)")
     return 0
+
+
+def _written(target: Target, out: Path, release: Callable[[], None], force: bool, console: Console) -> int:
+    with writing_progress(console, target.n_bytes) as progress:
+        return write_target(target, out, progress, release, force)
+
+
+def _calibration(args: argparse.Namespace) -> Calibration | None:
+    """What --calibrate asks for, its text read: before any work."""
+    if args.calibrate is None:
+        for name in ("predictor", "calibrate_tokens"):
+            if getattr(args, name) is not None:
+                raise HotcoldError(f"--{name.replace('_', '-')} needs --calibrate: it is about what comes after "
+                                   "converting")
+        return None
+    if args.to_stock:
+        raise HotcoldError("--calibrate is not for --to-stock: a stock file has no place for what it finds")
+    # The one place where convert/ calls placement/. It is the command that joins the two, not the converter: nothing
+    # else here knows of profiles, and importing hotcold.convert alone stays as light as it was.
+    from hotcold.placement.pipeline import read_calibration
+
+    text = None if args.calibrate is True else args.calibrate
+    return read_calibration(text, args.calibrate_tokens, args.predictor or PREDICTORS[0])
+
+
+def _check_sparse(args: argparse.Namespace, model: StockModel) -> None:
+    """Raise HotcoldError, before any work, for a model that --calibrate can do nothing for."""
+    if model.activation not in schema.SPARSE_ACTIVATIONS and not any(model.thresholds):
+        raise HotcoldError(f"{args.src}: --calibrate: its activation is {model.activation}, so its neurons never "
+                           "switch off: make it sparse with hotcold relufy, or convert it and set thresholds with "
+                           "hotcold calibrate; then hotcold profile and hotcold place")
+    if args.no_vocab or "tokenizer.ggml.model" not in model.metadata:
+        raise HotcoldError(f"{args.src}: --calibrate: the model has no vocabulary, so no text can be read with it")
 
 
 @contextmanager
@@ -218,3 +271,9 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,15}", text) or int(text) < 1:  # int() takes the digits of all scripts
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text[:40]!r}")
+    return int(text)

@@ -1,0 +1,99 @@
+"""`hotcold convert --calibrate`: convert, profile, sort and train predictors, as one step.
+
+In: how to write the neuron-split file, the text to profile with, where the result goes. Out: a sorted GGUF with
+counts and predictors. Next: profiling.py, place.py, train.py, which do the work.
+
+Intermediate files lie in a folder beside the result, where there is room for it, under a name that says whose they
+are. The folder goes whatever happens; one that a killed run left goes with the next run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from hotcold.convert.writer import check_name, check_space, glob_escape
+from hotcold.placement.corpus import Corpus, read_corpus
+from hotcold.placement.place import layer_table, sort_by, write_sorted
+from hotcold.placement.profile import Profile
+from hotcold.placement.profiling import TOKENS, profile_model, progress_bar
+from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import open_gguf, safe_text
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is done with a converted model besides converting it."""
+
+    corpus: Corpus
+    tokens: int = TOKENS
+    predictor: str = "none"  # schema.PREDICTORS
+
+    def make(self, write_split: Callable[[Path], int], n_bytes: int, out: Path, force: bool, console: Console) -> int:
+        """Make `out` and return its size. write_split writes the neuron-split file, of about n_bytes, to a path.
+
+        Raises HotcoldError; then, and after an interrupt, nothing is left but what was there before.
+        """
+        check_name(out, force)
+        with scratch_folder(out) as folder:
+            check_space(folder, (2 if self.predictor == "none" else 3) * n_bytes)
+            split = folder / "split.gguf"
+            write_split(split)
+            profile = self._profile(split)
+            with open_gguf(split) as file:
+                sorting = sort_by(profile, file, ModelConfig.from_gguf(file))
+            console.print(layer_table(sorting.counts))
+            if self.predictor == "none":
+                return write_sorted(split, out, sorting, {}, force)
+            placed = folder / "sorted.gguf"
+            write_sorted(split, placed, sorting, {}, force=False)
+            split.unlink()
+            raise NotImplementedError
+
+    def _profile(self, model: Path) -> Profile:
+        samples = 0 if self.predictor == "none" else None  # only training wants them
+
+        with progress_bar("profiling") as progress:
+            return profile_model(model, self.corpus, tokens=self.tokens, samples=samples, progress=progress)
+
+
+def read_calibration(text: Path | None, tokens: int | None, predictor: str) -> Calibration:
+    """Read the text (None: the bundled one) before any other work. Raises HotcoldError naming the file."""
+    corpus = read_corpus([] if text is None else [text])
+    return Calibration(corpus, TOKENS if tokens is None else tokens, predictor)
+
+
+@contextmanager
+def scratch_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` for intermediate files, which goes at the end."""
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise HotcoldError(f"{safe_text(str(parent))}: no such folder")
+    _remove_leftovers(out)
+    folder = parent / f".{out.name}.{os.getpid()}.parts"
+    try:
+        try:
+            folder.mkdir()
+        except OSError as e:
+            raise HotcoldError(f"{safe_text(str(parent))}: no folder can be made in it: {e.strerror or e}") from None
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Folders of runs to the same name whose processes are gone."""
+    for path in out.absolute().parent.glob(f".{glob_escape(out.name)}.*.parts"):
+        match = re.fullmatch(r"\d+", path.name[len(out.name) + 2 : -len(".parts")])
+        if match and path.is_dir() and not path.is_symlink() and not psutil.pid_exists(int(match[0])):
+            with suppress(OSError):
+                shutil.rmtree(path)
