@@ -53,7 +53,8 @@ def _draw(width: float, height: float, panels: tuple[int, int], paint: Any, **op
         paint(figure, figure.subplots(*panels, squeeze=False, **options))
         out = io.BytesIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
+    svg = out.getvalue()
+    return svg[svg.index(b"<svg") :]  # the prolog names a DTD on the network
 
 
 def _percent(axis: Axes, x: bool = False, top: float | None = 100) -> None:

@@ -39,6 +39,7 @@ from hotcold.runtime.kl import (
 )
 from hotcold.runtime.kl_stats import COLUMNS, KLStats, estimate
 from hotcold.runtime.perplexity_progress import Reporter
+from hotcold.runtime.stats import LayerStats
 from hotcold.runtime.tokenizer import Tokenizer
 from hotcold.runtime.vocab import P
 
@@ -237,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
             if save is not None:
                 raise  # drops the incomplete base
             return INTERRUPTED
-        _print(result, base is not None, stats_lines(engine) if per_token else [])
+        _print(result, base is not None, stats_lines(engine.layer_stats()) if per_token else [])
         if args.output is not None:
             text = json.dumps(_record(args, engine, result, base, per_token), indent=1, allow_nan=False)
             stack.enter_context(replacing(args.output, args.force)).write(text.encode() + b"\n")
@@ -312,30 +313,15 @@ def _print(result: Measurement, compared: bool, stats: list[str]) -> None:
         note(f"{result.tokens} tokens in {result.seconds:.1f} s ({result.tokens / result.seconds:.1f} tokens/s)")
 
 
-def layer_shares(engine: Engine) -> dict[str, np.ndarray]:
-    """Per layer, over the single tokens: share of neurons computed, and of the FFN's bytes read if it is known."""
-    stats = getattr(engine, "layer_stats", None)
-    if stats is None:
-        return {"computed": np.asarray(engine.share_computed(), np.float64)}
-    found = stats()
-    neurons = np.maximum(np.asarray(found.neurons, np.float64), 1)
-    return {
-        "checked": np.asarray(found.checked, np.float64) / neurons,
-        "computed": np.asarray(found.computed, np.float64) / neurons,
-        "bytes": np.asarray(found.bytes_share, np.float64),
-    }
-
-
-def stats_lines(engine: Engine) -> list[str]:
-    """What was computed and read, for people."""
-    names = {"computed": "neurons computed", "bytes": "FFN bytes read"}
-    shares = layer_shares(engine)
+def stats_lines(stats: LayerStats) -> list[str]:
+    """What the single tokens computed and read, for people."""
+    shown = (("key rows read", stats.checked, float(stats.checked.mean())),
+             ("neurons computed", stats.computed, float(stats.computed.mean())),
+             ("FFN bytes read", stats.bytes_read / stats.bytes_dense, stats.bytes_share))  # fmt: skip
     out = []
-    for key, name in names.items():
-        if key in shares:
-            percent = 100 * shares[key]
-            each = " ".join(f"{p:.0f}" for p in percent)
-            out.append(f"{name:16} = {percent.mean():.1f} % (layers 0-{len(percent) - 1}: {each})")
+    for name, shares, mean in shown:
+        each = " ".join(f"{100 * share:.0f}" for share in shares)
+        out.append(f"{name:16} = {100 * mean:.1f} % (layers 0-{len(shares) - 1}: {each})")
     return out
 
 
@@ -355,7 +341,10 @@ def _record(args: argparse.Namespace, engine: Engine, result: Measurement, base:
         record["kld_percentiles"] = result.kl.kld_percentiles()
         record["p_diff_percentiles"] = result.kl.p_diff_percentiles()
     if per_token:
-        record["layers"] = {k: v.tolist() for k, v in layer_shares(engine).items()}
+        stats = engine.layer_stats()
+        record["layers"] = {"checked": stats.checked.tolist(), "computed": stats.computed.tolist(),
+                            "bytes_share": (stats.bytes_read / stats.bytes_dense).tolist()}  # fmt: skip
+        record["bytes_share"] = stats.bytes_share
     finite: dict[str, Any] = _finite(record)
     return finite
 

@@ -325,9 +325,11 @@ def test_per_token_counts_neurons(tiny_model: Callable[..., Path], text: Path, t
     options = (model, "-f", text, "-c", 32, "--chunks", 2, "-t", 1)
     code, out, err = hotcold(capsys, *options, "--per-token", "-o", result)
     assert code == 0 and "token by token (exact)" in err
-    assert "neurons computed = " in out
-    shares = json.loads(result.read_text())["layers"]["computed"]
-    assert len(shares) == 3 and all(0 < share < 1 for share in shares)
+    assert "neurons computed = " in out and "FFN bytes read   = " in out
+    layers = json.loads(result.read_text())["layers"]
+    assert len(layers["computed"]) == 3 and all(0 < share < 1 for share in layers["computed"])
+    # gated, rows of one size: every key row, and the other two of what fires
+    np.testing.assert_allclose(layers["bytes_share"], [(1 + 2 * a) / 3 for a in layers["computed"]], rtol=1e-6)
     blocks = hotcold(capsys, *options)[1].splitlines()[1].split()
     single = out.splitlines()[1].split()
     assert float(single[4]) == pytest.approx(float(blocks[4]), rel=1e-3)
