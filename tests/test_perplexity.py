@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType
 from small_models import Reference, Spec, write_model
 
-from hotcold.runtime import cli, perplexity
+from hotcold.convert.model import array
+from hotcold.placement.rewrite import rewrite
+from hotcold.runtime import cli, perplexity, schema
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.kl import Base, base_bytes, encode_rows, log_softmax, n_scored, write_header
@@ -380,10 +383,46 @@ def test_an_interrupted_base_leaves_no_file(tiny_model: Callable[..., Path], tex
     assert sorted(p.name for p in tmp_path.iterdir()) == ["text.txt"]
 
 
-def test_predict_goes_token_by_token(tiny_model: Callable[..., Path], text: Path,
+def with_predictors(src: Path, out: Path, bias: Callable[[int], np.ndarray]) -> Path:
+    """A copy whose predictors name the neurons with a positive bias, whatever the token."""
+    tensors: dict[str, Any] = {}
+    for layer in range(3):
+        values = {schema.FFN_PRED_IN: np.zeros((32, 64)), schema.FFN_PRED_OUT: np.zeros((1000, 32)),
+                  schema.FFN_PRED_OUT_BIAS: bias(1000)}  # fmt: skip
+        for name, array_ in values.items():
+            kind = Type.F16 if array_.ndim == 2 else Type.F32
+            tensors[schema.block(layer, name)] = (array_.astype(np.float32), kind)
+    keys = {
+        schema.KEY_PREDICTOR_KIND: array(["lowrank"] * 3, GGUFValueType.STRING),
+        schema.KEY_PREDICTOR_INPUT: array([0] * 3, GGUFValueType.UINT32),
+        schema.KEY_PREDICTOR_RANK: array([32] * 3, GGUFValueType.UINT32),
+        schema.KEY_PREDICTOR_THRESHOLD: array([0.0] * 3, GGUFValueType.FLOAT32),
+    }
+    rewrite(src, out, tensors=tensors, metadata=keys)
+    return out
+
+
+def test_predict_goes_token_by_token(tiny_model: Callable[..., Path], text: Path, tmp_path: Path,
                                      capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = hotcold(capsys, tiny_model("relu"), "-f", text, "-c", 32, "--chunks", 2, "-t", 1,
-                             "--sparsity", "predict")  # fmt: skip
-    if code:
-        pytest.skip(f"the runtime refuses predict: {err.splitlines()[-1]}")
-    assert "token by token (predict)" in err or "predict" not in err
+    options = ("-f", text, "-c", 32, "--chunks", 2, "-t", 1, "-o", tmp_path / "r.json", "--force")
+
+    def measured(model: Path, *more: object) -> dict[str, Any]:
+        code, _, err = hotcold(capsys, model, *options, *more)
+        assert code == 0, err
+        record: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
+        if record["sparsity"] == "predict":
+            assert "token by token (predict): predictors act only in single tokens" in err
+        return record
+
+    exact = measured(tiny_model("relu"), "--sparsity", "exact", "--per-token")
+    every = with_predictors(tiny_model("relu"), tmp_path / "all.gguf", np.ones)
+    found = measured(every, "--sparsity", "predict")
+    assert found["per_token"] and found["ppl"] == pytest.approx(exact["ppl"], rel=1e-5)
+    assert found["layers"]["checked"] == [1.0] * 3 and found["layers"]["computed"] == exact["layers"]["computed"]
+    half = with_predictors(tiny_model("relu"), tmp_path / "half.gguf", lambda n: np.arange(n) % 2 - 0.5)
+    found = measured(half, "--sparsity", "predict")
+    assert found["layers"]["checked"] == [0.5] * 3
+    assert found["ppl"] != pytest.approx(exact["ppl"], rel=1e-5)
+    own = 2 * 32 * 64 + 2 * 32 * 1000 + 4 * 1000  # bytes of the predictor
+    expected = [(own / (4 * 64) / 1000 + 0.5 + 2 * a) / 3 for a in found["layers"]["computed"]]
+    np.testing.assert_allclose(found["layers"]["bytes_share"], expected, rtol=1e-6)
