@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,32 @@ def test_stopped_at_any_step(
         run_convert(tiny_model("relu", stock=True, max_position_embeddings=64), "-o", tmp_path / "o.gguf",
                     "--calibrate", text)  # fmt: skip
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_while_it_profiles(number: signal.Signals, tiny_model: Get, tmp_path: Path, text: Path) -> None:
+    """The program itself: nothing is left after Ctrl-C or SIGTERM, and what SIGKILL left goes with the next run."""
+    src = tiny_model("relu", stock=True, max_position_embeddings=64)
+    out = tmp_path / "o.gguf"
+    command = [sys.executable, "-m", "hotcold.runtime.cli", "convert", str(src), "-o", str(out), "--calibrate"]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        split = tmp_path / f".o.gguf.{child.pid}.parts" / "split.gguf"
+        while child.poll() is None and not split.exists():
+            time.sleep(0.01)
+        child.send_signal(number)
+        _, err = child.communicate()
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == {signal.SIGKILL: -9}.get(number, child.returncode) and b"Traceback" not in err
+    if number == signal.SIGKILL:
+        assert split.exists()
+        run_convert(src, "-o", out, "--calibrate", text, *CALIBRATE)
+        assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
+    else:
+        assert child.returncode in (130, 143) and not list(tmp_path.iterdir())
 
 
 def test_intermediate_files_lie_in_one_folder_beside_the_result(
