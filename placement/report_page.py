@@ -270,4 +270,4 @@ def _model(facts: Facts) -> Section:
         ("counts from", f"{facts.source}, {facts.tokens} tokens"), ("text", facts.corpus or "(not named)"),
         ("its SHA-256", facts.sha256 or "(not given)"),
     ]  # fmt: skip
-    return Section("model", "The model", [table("Facts", ["", ""], rows, words=(0, 1))])
+    return Section("model", "The model", [table("Facts", ["what", "value"], rows, words=(0, 1))])

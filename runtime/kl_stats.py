@@ -102,9 +102,9 @@ class KLStats:
 
     def percentiles(self, name: str, percents: Sequence[float]) -> dict[str, float]:
         """Label ("99.9%", "Maximum", "Median", "Minimum") -> value."""
-        names = {100: "Maximum", 50: "Median", 0: "Minimum"}
+        names: dict[float, str] = {100: "Maximum", 50: "Median", 0: "Minimum"}
         found = np.percentile(self.values(name), percents)
-        return {names.get(p, f"{p:.1f}%"): float(v) for p, v in zip(percents, found, strict=True)}  # type: ignore[call-overload]
+        return {names.get(p, f"{p:.1f}%"): float(v) for p, v in zip(percents, found, strict=True)}
 
     def kld_percentiles(self) -> dict[str, float]:
         return self.percentiles("kld", (100, 99.9, 99, 95, 90, 50, 10, 5, 1, 0.1, 0))

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hotcold.runtime.atomic import check_output, replacing
+from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import MAX_INPUT, emit, note
 from hotcold.runtime.engine import LOGITS_BYTES, Engine, block_sizes
 from hotcold.runtime.errors import HotcoldError
@@ -262,8 +263,6 @@ def _input(args: argparse.Namespace, stack: ExitStack) -> tuple[Base | None, np.
         if f"{P}tokens" not in file.metadata:
             raise HotcoldError(f"{safe_text(str(args.model))}: the file has no vocabulary, so no text can be read")
         tokenizer = Tokenizer.from_gguf(file)
-        from hotcold.runtime.config import ModelConfig
-
         n_vocab = ModelConfig.from_gguf(file).n_vocab
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     tokens = None if args.file is None else _tokens(args.file, tokenizer)
