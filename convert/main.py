@@ -1,7 +1,8 @@
 """`hotcold convert`: any supported model to a neuron-split GGUF, or back to a stock one.
 
 In: a Hugging Face folder or a GGUF, and options. Out: a GGUF under its final name, complete, or none.
-Next: gguf_source.py or families/ (reading), neuron_split.py or stock.py (layout), writer.py (writing).
+Next: gguf_source.py or families/ (reading), neuron_split.py or stock.py (layout), writer.py (writing);
+placement/pipeline.py with --calibrate.
 """
 
 from __future__ import annotations

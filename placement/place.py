@@ -141,11 +141,10 @@ def run(args: argparse.Namespace) -> int:
     if args.outfile is not None and args.profile is None and not placements:
         raise HotcoldError(f"{safe_text(str(args.outfile))}: would be a copy of MODEL: give --profile to sort, or "
                            "--vram-budget to place")
+    if args.outfile is not None:  # before the tables, whose reader may go away
+        console = Console(stderr=True, highlight=False)
+        write_sorted(args.model, args.outfile, sorting, placement_keys(model, placements), args.force, console)
     show([layer_table(sorting.counts, placements), *(placement_table(p) for p in placements)])
-    if args.outfile is None:
-        return 0
-    console = Console(stderr=True, highlight=False)
-    write_sorted(args.model, args.outfile, sorting, placement_keys(model, placements), args.force, console)
     return 0
 
 
@@ -183,7 +182,7 @@ def layer_table(counts: Counts, placements: Sequence[Placement] = ()) -> Table:
     table = Table(title=escape(f"Neurons, counted over {where}"), title_justify="left", title_style="bold", box=None,
                   header_style="bold", pad_edge=False)  # fmt: skip
     headings = ["layer", "neurons", "sparsity", f"for {SHARE:.0%} of firings", "skew", "hottest", "coldest", "never"]
-    for heading in [*headings, *(f"hot at {format_bytes(p.budget)}, context {p.n_ctx}" for p in placements)]:
+    for heading in [*headings, *(f"hot at {format_bytes(p.budget)}" for p in placements)]:
         table.add_column(heading, justify="right")
     for layer, (fired, sparsity) in enumerate(zip(counts.fired, counts.sparsity, strict=True)):
         share = skew(fired, SHARE)
