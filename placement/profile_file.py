@@ -25,6 +25,7 @@ from hotcold.runtime import schema
 from hotcold.runtime.atomic import replacing
 from hotcold.runtime.errors import GGUFError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
+from hotcold.runtime.keys import show
 
 ARCHITECTURE = "hotcold-profile"
 VERSION = 1
@@ -120,13 +121,12 @@ class _Reader:
         self._file = file
 
     def _error(self, what: str, found: object, allowed: str) -> GGUFError:
-        shown = f"'{safe_text(found, 60)}'" if isinstance(found, str) else found
-        return GGUFError(f"{safe_text(str(self._file.path))}: {what}: found {shown}, allowed: {allowed}")
+        return GGUFError(f"{safe_text(str(self._file.path))}: {what}: found {found}, allowed: {allowed}")
 
     def _integer(self, key: str, low: int, high: int) -> int:
         value = self._file.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            found = value if isinstance(value, int | float | str) else "nothing" if value is None else "an array"
+            found = "nothing" if value is None else show(value)
             raise self._error(f"key '{key}'", found, f"an integer from {low} to {high}")
         return value
 
@@ -149,7 +149,7 @@ class _Reader:
     def read(self) -> tuple[Profile, State]:
         arch = self._file.get("general.architecture")
         if arch != ARCHITECTURE:
-            found = safe_text(str(arch), 60) if arch is not None else "nothing"
+            found = "nothing" if arch is None else show(arch)
             raise self._error("general.architecture", found, f"{ARCHITECTURE}: this is not a profile")
         if self._integer(_KEY_VERSION, 1, (1 << 32) - 1) > VERSION:
             raise self._error(f"key '{_KEY_VERSION}'", "a newer version", f"up to {VERSION}: upgrade hotcold")

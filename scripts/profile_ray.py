@@ -8,7 +8,8 @@ In: a model that every node finds under the same path, text files on this machin
     python scripts/profile_ray.py model.hotcold.gguf --text corpus.txt --all --shards 64 -o model.profile.gguf
 
 Without --address Ray starts on this machine only. A shard whose node fails is tried again elsewhere. After Ctrl-C, or
-when a shard fails for good, OUT holds the shards that are done; `hotcold profile MODEL ... --resume -o OUT` counts the rest.
+when a shard fails for good, OUT holds the shards that are done: `hotcold profile MODEL ... --resume -o OUT` counts the
+rest.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shards", type=int, default=0, help="default: as many as tasks fit into the cluster at once")
     parser.add_argument("-t", "--threads", type=int, default=1, help="threads and CPUs per shard (default 1)")
     parser.add_argument("--address", help="of the cluster, for example auto (default: this machine)")
+    parser.add_argument("--cpus", type=int, help="CPUs of a Ray on this machine (default: all)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     args = parser.parse_args(argv)
     try:
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_output(args.outfile, args.force)
         corpus = read_corpus(args.text)
-        ray.init(address=args.address, log_to_driver=False, include_dashboard=False)
+        ray.init(address=args.address, num_cpus=args.cpus, log_to_driver=False, include_dashboard=False)
         try:
             shards = args.shards or max(1, int(ray.cluster_resources().get("CPU", 1)) // args.threads)
             profile = profile_on_cluster(ray, args.model.resolve(), corpus, shards, settings, keep)
