@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Sort and place as the arguments say; returns the exit status. Raises HotcoldError with one line for the user."""
-    from hotcold.placement.plan_vram import placement_table, placements_from_args
+    from hotcold.placement.plan_vram import placement_table, placements_from_args, read_placements
 
     if not args.model.exists():
         raise HotcoldError(f"{safe_text(str(args.model))}: no such file")
@@ -137,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             sorting = as_sorted(file, config)
         placements = placements_from_args(args, file, config, sorting.frequency)
+        stored = [] if placements or args.profile is not None else read_placements(file, config)
         model = model_id(file, config)
     if args.outfile is not None and args.profile is None and not placements:
         raise HotcoldError(f"{safe_text(str(args.outfile))}: would be a copy of MODEL: give --profile to sort, or "
@@ -144,7 +145,8 @@ def run(args: argparse.Namespace) -> int:
     if args.outfile is not None:  # before the tables, whose reader may go away
         console = Console(stderr=True, highlight=False)
         write_sorted(args.model, args.outfile, sorting, placement_keys(model, placements), args.force, console)
-    show([layer_table(sorting.counts, placements), *(placement_table(p) for p in placements)])
+    shown = placements or stored
+    show([layer_table(sorting.counts, shown), *(placement_table(p) for p in shown)])
     return 0
 
 
