@@ -262,6 +262,25 @@ def test_hostile_bases_are_refused(case: str, tmp_path: Path) -> None:
     assert message in str(e.value) and "\n" not in str(e.value) and str(path) in str(e.value)
 
 
+def test_mutated_bases_are_read_or_refused(tmp_path: Path) -> None:
+    whole, rng = golden_file(tmp_path / "base").read_bytes(), np.random.default_rng(11)
+    refused = 0
+    for _ in range(400):
+        raw = bytearray(whole)
+        for at in rng.integers(0, len(raw) if rng.random() < 0.5 else 80, rng.integers(1, 4)):
+            raw[at] = rng.choice([0, 1, 127, 128, 255, rng.integers(256)])
+        (tmp_path / "base").write_bytes(raw[: len(raw) - int(rng.integers(0, 3) ** 2) // 4])
+        try:
+            with Base(tmp_path / "base", 5) as base:
+                assert base.tokens.min() >= 0 and base.tokens.max() < 5
+                for chunk in range(base.n_chunk):
+                    assert np.isfinite(base.log_probs(chunk, 0, n_scored(base.n_ctx))).all()
+        except HotcoldError as e:
+            refused += 1
+            assert "\n" not in str(e)
+    assert 100 < refused < 400
+
+
 def test_what_is_no_file_is_no_base(tmp_path: Path) -> None:
     for path, message in ((tmp_path, "not a regular file"), (tmp_path / "none", "cannot be read")):
         with pytest.raises(HotcoldError, match=message):
