@@ -65,10 +65,11 @@ class Model:
     ) -> Model:
         """Open a GGUF file.
 
-        sparsity: "exact" (skip neurons that are exactly off), "dense" (compute all), "auto" (exact where the model's
-        activation allows it). threads: None for what the machine gives this process. n_ctx: tokens of context; None
-        for the smaller of 4096 and what the model was trained on. kv_type: "f16" or "f32". notify: gets one line for
-        each thing worth knowing (defaults to the logger "hotcold", level INFO).
+        sparsity: "exact" (skip neurons that are exactly off), "dense" (compute all), "predict" (look only at neurons
+        that the file's predictors choose; not exact), "auto" (exact where neurons switch off). threads: None for what
+        the machine gives this process. n_ctx: tokens of context; None for the smaller of 4096 and what the model was
+        trained on. kv_type: "f16" or "f32". notify: gets one line for each thing worth knowing (defaults to the logger
+        "hotcold", level INFO).
 
         Raises HotcoldError if the file is not a model this program computes, or an option is out of range.
         """

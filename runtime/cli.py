@@ -25,6 +25,7 @@ from hotcold.runtime.errors import HotcoldError
 if TYPE_CHECKING:
     from hotcold.runtime.api import Model
     from hotcold.runtime.generate import GenerationStats
+    from hotcold.runtime.repl import Repl
     from hotcold.runtime.sampling import Sampler, SamplingParams
 
 WRONG_USAGE = 2
@@ -145,8 +146,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("-t", "--threads", type=_count, metavar="N", help="default: what the machine gives this process")
     group.add_argument(
-        "--sparsity", choices=("auto", "exact", "dense"), default="auto",
-        help="exact: skip neurons that are off; dense: compute all; auto: exact for ReLU models (default)",
+        "--sparsity", choices=("auto", "exact", "dense", "predict"), default="auto",
+        help="exact: skip neurons that are off; dense: compute all; predict: let the file's predictors choose which "
+             "neurons to look at, faster and not exact; auto: exact where neurons switch off (default)",
     )  # fmt: skip
     group.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache (default f16)")
 
@@ -275,6 +277,7 @@ def _chat(args: argparse.Namespace) -> int:
         if args.prompt is not None:
             repl = Repl(model, options, out)
             repl.send(args.prompt)
+            _say_computed(repl)
             return 1 if repl.failed else 0
         if not terminal:
             return run_lines(Repl(model, options, out), input_lines(sys.stdin.buffer))
@@ -286,7 +289,19 @@ def _chat(args: argparse.Namespace) -> int:
 
         say(f"{model.config.name or args.model.name}, {model.n_ctx} tokens of context. /help lists the commands.")
         with Interrupts() as interrupts:
-            return run_terminal(Repl(model, options, out, say, interrupts.allowed), interrupts, say)
+            repl = Repl(model, options, out, say, interrupts.allowed)
+            status = run_terminal(repl, interrupts, say)
+        _say_computed(repl)
+        return status
+
+
+def _say_computed(repl: Repl) -> None:
+    """What the last answer skipped, if it skipped anything."""
+    from hotcold.runtime.console import note, share_line
+
+    layers = repl.last_layers
+    if layers is not None and layers.bytes_share < 1:
+        note(f"neurons computed: {share_line(layers)}")
 
 
 def _open(args: argparse.Namespace) -> Model:

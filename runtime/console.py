@@ -16,6 +16,7 @@ from hotcold.runtime.errors import HotcoldError
 
 if TYPE_CHECKING:
     from hotcold.runtime.generate import GenerationStats
+    from hotcold.runtime.stats import LayerStats
 
 MAX_INPUT = 64 << 20  # bytes of a prompt or a line: more than any context holds
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but newline and tab
@@ -133,21 +134,24 @@ def timing_summary(stats: GenerationStats, load_seconds: float, total_seconds: f
         f"   sampling time = {stats.sample_seconds * 1e3:10.2f} ms / {stats.generated_tokens:5d} tokens",
         f"      total time = {total_seconds * 1e3:10.2f} ms / {n_prompt + stats.eval_runs:5d} tokens",
     ]
-    if stats.shares.size:
-        lines.append(f"neurons computed = {share_line(stats)}")
+    if stats.layers is not None:
+        lines.append(f"neurons computed = {share_line(stats.layers)}")
     return lines
 
 
-def share_line(stats: GenerationStats) -> str:
-    """Share of neurons computed for the generated tokens: the mean, and per layer where layers differ."""
-    if not stats.shares.size:
+def share_line(layers: LayerStats | None) -> str:
+    """Share of neurons computed for the generated tokens, mean and per layer where layers differ, and bytes read."""
+    if layers is None:
         return "no token generated yet"
-    percent = stats.shares * 100
-    mean = f"{percent.mean():.1f} %"
-    whole = [f"{p:.0f}" for p in percent]
+    percent = layers.computed * 100
+    line = f"{percent.mean():.1f} %"
     if percent.max() - percent.min() < 0.05:
-        return f"{mean} in each of {len(whole)} layers"
-    return f"{mean} (layers 0-{len(whole) - 1}: {' '.join(whole)})"
+        line += f" in each of {len(percent)} layers"
+    else:
+        line += f" (layers 0-{len(percent) - 1}: {' '.join(f'{p:.0f}' for p in percent)})"
+    if layers.checked.mean() < 1:
+        line += f", key rows of {100 * layers.checked.mean():.1f} %"
+    return f"{line}; {100 * layers.bytes_share:.1f} % of the feed-forward bytes read"
 
 
 def _rate(seconds: float, n: int, what: str) -> str:

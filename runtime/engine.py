@@ -203,10 +203,6 @@ class Engine:
 
     # ---- what was computed
 
-    def share_computed(self) -> np.ndarray:
-        """float [n_layer]: neurons computed / neurons, over the single tokens since reset_stats(); 1 where none."""
-        return self.layer_stats().computed
-
     def layer_stats(self) -> LayerStats:
         """What the single tokens since reset_stats() computed and read."""
         return layer_stats(self.config, self.weights, self.plan, self._counts.sum(axis=1), self._counted_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.sampling import Sampler
+from hotcold.runtime.stats import LayerStats
 
 if TYPE_CHECKING:
     from hotcold.runtime.engine import Engine
@@ -36,7 +37,7 @@ class GenerationStats:
     eval_seconds: float = 0.0
     sample_seconds: float = 0.0
     stop_reason: str = ""  # "eog" | "length" | "context" | "stop"; "" while running or when interrupted
-    shares: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [n_layer] neurons computed / all
+    layers: LayerStats | None = None  # what the generated tokens computed; None where none was evaluated
 
     @property
     def prompt_rate(self) -> float:
@@ -180,7 +181,7 @@ class Session:
                 yield rest
         finally:
             if stats.eval_runs:
-                stats.shares = np.asarray(self.engine.share_computed(), dtype=np.float64)
+                stats.layers = self.engine.layer_stats()
 
     def _draw(
         self, tokens: list[int], sampler: Sampler, max_tokens: int | None, ignore_eog: bool, stats: GenerationStats

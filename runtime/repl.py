@@ -24,6 +24,7 @@ from hotcold.runtime.sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from hotcold.runtime.api import Model
+    from hotcold.runtime.stats import LayerStats
 
 COMMANDS = {
     "/help": "this list",
@@ -230,6 +231,11 @@ class Repl:
         elif not said_something:
             self._say("the model ended its answer without saying anything")
 
+    @property
+    def last_layers(self) -> LayerStats | None:
+        """What the tokens of the last answer computed; None where there was none."""
+        return self._stats.layers
+
     def _show_stats(self) -> None:
         s, session = self._stats, self.model.session
         if s.prompt_tokens:
@@ -241,7 +247,7 @@ class Repl:
             self._say(f"generation: {s.generated_tokens} tokens, {s.eval_seconds:.2f} s, {s.eval_rate:.2f} tok/s")
             self._say(f"turn: {self._turn_seconds:.2f} s")
         self._say(f"context: {session.n_cached} of {session.engine.n_ctx} tokens used")
-        self._say(f"neurons computed: {share_line(s)}")
+        self._say(f"neurons computed: {share_line(s.layers)}")
 
 
 def run_lines(repl: Repl, lines: Iterable[bytes]) -> int:

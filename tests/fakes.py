@@ -15,6 +15,7 @@ import numpy as np
 
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.generate import Session
+from hotcold.runtime.stats import LayerStats
 
 EOG, EOG2, CONTROL, N_VOCAB = 256, 257, 258, 259
 
@@ -81,8 +82,8 @@ class FakeEngine:
     def truncate(self, n_past: int) -> None:
         del self.cache[n_past:]
 
-    def share_computed(self) -> np.ndarray:
-        return np.array([0.25, 0.5])
+    def layer_stats(self) -> LayerStats:
+        return LayerStats(1, np.ones(2), np.array([0.25, 0.5]), np.array([15.0, 20.0]), np.array([30.0, 30.0]))
 
     def reset_stats(self) -> None:
         pass

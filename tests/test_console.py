@@ -8,6 +8,7 @@ import numpy as np
 
 from hotcold.runtime.console import TextOut, printable, share_line, timing_summary
 from hotcold.runtime.generate import GenerationStats
+from hotcold.runtime.stats import LayerStats
 
 
 class Terminal(io.StringIO):
@@ -44,7 +45,7 @@ def test_end_line_adds_a_newline_only_where_one_is_missing() -> None:
 def stats(shares: list[float]) -> GenerationStats:
     return GenerationStats(
         prompt_tokens=12, reused_tokens=2, generated_tokens=6, prompt_seconds=0.5, eval_runs=5, eval_seconds=0.25,
-        shares=np.array(shares),
+        layers=LayerStats(5, np.ones(len(shares)), np.array(shares), np.array([2.0, 3.0]), np.array([5.0, 5.0])),
     )  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def test_summary_counts_evaluated_tokens_and_rates() -> None:
     assert "prompt eval time =     500.00 ms /    10 tokens (   50.00 ms per token,    20.00 tokens per second)" in text
     assert " eval time =     250.00 ms /     5 runs   (   50.00 ms per token,    20.00 tokens per second)" in text
     assert "total time =    3000.00 ms /    15 tokens" in text
-    assert "neurons computed = 37.5 % (layers 0-1: 50 25)" in text
+    assert "neurons computed = 37.5 % (layers 0-1: 50 25); 50.0 % of the feed-forward bytes read" in text
 
 
 def test_summary_of_nothing_divides_by_nothing() -> None:
@@ -63,5 +64,11 @@ def test_summary_of_nothing_divides_by_nothing() -> None:
 
 
 def test_layers_that_are_alike_are_not_listed() -> None:
-    assert share_line(stats([1.0, 1.0, 1.0])) == "100.0 % in each of 3 layers"
-    assert share_line(GenerationStats()) == "no token generated yet"
+    line = share_line(stats([1.0, 1.0, 1.0]).layers)
+    assert line == "100.0 % in each of 3 layers; 50.0 % of the feed-forward bytes read"
+    assert share_line(None) == "no token generated yet"
+
+
+def test_key_rows_are_named_where_some_were_not_read() -> None:
+    layers = LayerStats(1, np.array([0.25, 0.35]), np.array([0.1, 0.2]), np.array([1.0]), np.array([4.0]))
+    assert share_line(layers) == "15.0 % (layers 0-1: 10 20), key rows of 30.0 %; 25.0 % of the feed-forward bytes read"

@@ -185,8 +185,8 @@ def compare_modes(path: Path, threads: int, opened: Any) -> None:
     dense, exact = (opened(path, sparsity=mode, threads=threads) for mode in ("dense", "exact"))
     assert same_bits(dense.forward(TOKENS[:5], "all"), exact.forward(TOKENS[:5], "all"))
     assert same_bits(one_by_one(dense, TOKENS[5:12]), one_by_one(exact, TOKENS[5:12]))
-    assert (dense.share_computed() == 1).all()
-    shares = exact.share_computed()
+    assert (dense.layer_stats().computed == 1).all()
+    shares = exact.layer_stats().computed
     assert shares[0] == 0 and shares[1] == 1 and 0.2 < shares[2] < 0.8  # off, on, mixed
 
 
@@ -230,21 +230,21 @@ def test_share_computed_is_the_share_that_fires(activation: str, kind: Type, mod
     _, keys = Reference(path).logits(TOKENS[:20])
     engine = opened(path, sparsity="exact")
     engine.forward(TOKENS[:4])  # blocks are computed whole and not counted
-    assert (engine.share_computed() == 1).all()
+    assert (engine.layer_stats().computed == 1).all()
     one_by_one(engine, TOKENS[4:20])
-    for share, key in zip(engine.share_computed(), keys, strict=True):
+    for share, key in zip(engine.layer_stats().computed, keys, strict=True):
         borderline = (np.abs(key[4:]) < (1e-3 if kind == Type.F32 else 5e-2)).mean()
         assert abs(share - (key[4:] > 0).mean()) <= borderline
     engine.reset_stats()
-    assert (engine.share_computed() == 1).all()
+    assert (engine.layer_stats().computed == 1).all()
     engine.forward([1])
-    assert engine.share_computed()[0] == 0
+    assert engine.layer_stats().computed[0] == 0
 
 
 def test_share_computed_of_stock_files_is_one(model: Any, opened: Any) -> None:
     engine = opened(model(layout="stock"))
     engine.forward([1])
-    assert (engine.share_computed() == 1).all()
+    assert (engine.layer_stats().computed == 1).all()
 
 
 # ------------------------------------------------------------------ tokens in and out

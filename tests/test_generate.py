@@ -31,7 +31,7 @@ def test_text_ends_at_any_end_of_generation_token() -> None:
         stats = GenerationStats()
         assert pieces(ScriptedEngine(b"hello", 2, eog), [1, 2], stats=stats) == list("hello")
         assert (stats.stop_reason, stats.prompt_tokens, stats.generated_tokens, stats.eval_runs) == ("eog", 2, 5, 5)
-        assert stats.shares.tolist() == [0.25, 0.5]
+        assert stats.layers is not None and stats.layers.computed.tolist() == [0.25, 0.5]
 
 
 def test_ignore_eog_makes_the_model_choose_another_token() -> None:

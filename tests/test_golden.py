@@ -300,7 +300,7 @@ def test_share_computed_counts_neurons(case: str, tiny_model: Any, open_engine: 
     engine.reset_stats()
     for t in TOKENS[20:]:
         engine.forward([t])
-    off, on, mixed = engine.share_computed()
+    off, on, mixed = engine.layer_stats().computed
     assert (off, on) == (0, 1)
     assert 0.4 < mixed < 0.6
 

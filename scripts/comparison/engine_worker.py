@@ -65,7 +65,7 @@ def bench(args: argparse.Namespace) -> None:
                 "n_prompt": n_prompt, "n_gen": n_gen, "n_threads": engine.threads,
                 "sparsity": engine.sparsity, "load_s": loaded,
                 "samples_ts": [n / wall for wall, _ in samples], "cpu_s": [cpu for _, cpu in samples],
-                "share_computed": float(np.mean(engine.share_computed())) if n_gen else None,
+                "share_computed": float(engine.layer_stats().computed.mean()) if n_gen else None,
             }  # fmt: skip
             print(json.dumps(line), flush=True)
     finally:
