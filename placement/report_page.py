@@ -203,7 +203,8 @@ def _placement(facts: Facts) -> Section | None:
 
 def _placement_table(p: Placement) -> str:
     def keys(layer: int) -> str:
-        return "GPU" if p.keys_on_gpu[layer] else "of hot neurons" if p.hot[layer] else "CPU"
+        all_of_them = p.keys_on_gpu[layer] or p.hot[layer] == p.n_ff[layer]
+        return "GPU" if all_of_them else "both" if p.hot[layer] else "CPU"
 
     def row(layer: int) -> list[object]:
         return [layer, f"{p.hot[layer]} of {p.n_ff[layer]}", percent(p.share[layer]), keys(layer),
