@@ -48,6 +48,7 @@ class Job:
     model: str  # identity.model_id
     contexts: Contexts
     samples: int  # most tokens sampled in all contexts together
+    width: int  # numbers per sample: layers * n_embd
     shard: tuple[int, int]  # i (from 0) of n
     wanted: tuple[int, ...]  # ascending
 

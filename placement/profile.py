@@ -59,8 +59,8 @@ class Profile:
         """`parts`, or one made up of everything where nobody said what was counted."""
         if self.parts:
             return self.parts
-        total = int(self.sample_text.max(initial=0)) + 1
-        return (Part(self.corpus, self.sha256, 0, total, 0, np.arange(total)),)
+        contexts = np.unique(self.sample_text) if len(self.sample_text) else np.zeros(1, np.int64)
+        return (Part(self.corpus, self.sha256, 0, int(contexts[-1]) + 1, 0, contexts),)
 
     @property
     def n_layer(self) -> int:

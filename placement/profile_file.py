@@ -164,11 +164,11 @@ class _Reader:
         samples, sample_text = self._samples(n_layer, n_tokens, parts)
         layers = [self._layer(layer, n_tokens, n_pairs) for layer in range(n_layer)]
         profile = Profile(
-            model=self._text(_KEY_MODEL),
+            model=safe_text(self._text(_KEY_MODEL)),
             n_tokens=n_tokens,
             n_pairs=n_pairs,
             corpus=safe_text(self._text(schema.KEY_PROFILE_CORPUS, 1 << 20), 1 << 20),
-            sha256=self._text(schema.KEY_PROFILE_SHA256),
+            sha256=safe_text(self._text(schema.KEY_PROFILE_SHA256)),
             fired=tuple(x[0] for x in layers),
             pairs=tuple(x[1] for x in layers),
             magnitude=tuple(x[2] for x in layers),
@@ -225,7 +225,7 @@ class _Reader:
         text = self._tensor("sample_text", GGMLType.I64, shape[:1])
         counted = [p.contexts + o for p, o in zip(parts, offsets(parts), strict=False)]
         known = not parts or bool(np.isin(text, np.concatenate(counted)).all())
-        if (np.diff(text) < 0).any() or text[0] < 0 or not known:
+        if (np.diff(text) < 0).any() or text[0] < 0 or text[-1] > _MAX_COUNT or not known:
             raise self._error("tensor 'sample_text'", "other numbers", "numbers of counted contexts, ascending")
         return samples, text
 

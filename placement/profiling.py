@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from hotcold.placement.corpus import Corpus, cut_contexts, read_corpus
 from hotcold.placement.counting import Job, default_samples
 from hotcold.placement.identity import model_id
@@ -65,6 +67,7 @@ def profile_model(
     if target is not None:
         _check_target(target, resume, force)
     job = _job(Path(path), texts, tokens, n_ctx, samples, shard)
+    _check_room(job, target)
     state = State(complete=False, wanted=len(job.wanted), shard=shard)
     base = None
     if target is not None and resume:
@@ -109,7 +112,21 @@ def _job(path: Path, texts: Corpus | Sequence[str | os.PathLike[str]], tokens: i
     if not wanted:
         raise HotcoldError(f"shard {shard[0] + 1} of {shard[1]} is empty: the text makes {len(contexts.tokens)} "
                            f"contexts of {size} tokens, so at most as many shards")  # fmt: skip
-    return Job(model, contexts, most, shard, wanted)
+    return Job(model, contexts, most, config.n_layer * config.n_embd, shard, wanted)
+
+
+def _check_room(job: Job, out: Path | None) -> None:
+    """Samples are held in memory and written to the file: say now if they will not fit."""
+    needed = 2 * job.width * min(job.samples, sum(job.contexts.counted(k) for k in job.wanted))
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise HotcoldError(f"samples need {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free: use a "
+                           "smaller --samples")  # fmt: skip
+    if out is not None:
+        check_output(out, True, needed)
+        folder = out.absolute().parent
+        if not os.access(folder, os.W_OK):
+            raise HotcoldError(f"{safe_text(str(folder))}: may not be written to: choose another -o")
 
 
 def check_sparse(config: ModelConfig, path: Path) -> None:

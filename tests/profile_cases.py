@@ -52,7 +52,7 @@ def random_contexts(n: int, length: int, n_vocab: int = 101, bos: bool = False, 
 
 def count(path: Path, contexts: Contexts, samples: int = 20, wanted: Sequence[int] | None = None) -> Profile:
     """The profile of these contexts, without the command."""
-    job = Job("m", contexts, samples, (0, 1), tuple(range(len(contexts.tokens)) if wanted is None else wanted))
+    job = Job("m", contexts, samples, 0, (0, 1), tuple(range(len(contexts.tokens)) if wanted is None else wanted))
     with Trace.open(path, threads=1, n_ctx=contexts.n_ctx) as trace:
         counter = Counter(job, trace.config, source_positions(trace.engine.file, trace.config))
         for k in counter.left:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from profile_cases import count, planted, random_contexts, recount
 from small_models import Spec, make_tensors, write_model
 
 from hotcold.placement import profile_run
-from hotcold.placement.corpus import CALIBRATION, HELDOUT, cut_contexts, read_corpus, sampled
+from hotcold.placement.corpus import CALIBRATION, HELDOUT, Corpus, cut_contexts, read_corpus, sampled
 from hotcold.placement.identity import model_id
 from hotcold.placement.profile import (
     Part,
@@ -571,6 +572,11 @@ def test_wrong_usage(model: Path, text: Path, tmp_path: Path, capsys: pytest.Cap
     out.write_text("mine")
     assert "exists already: use --force" in error(capsys, model, "--text", text, "-o", out)
     assert "no such folder" in error(capsys, model, "--text", text, "-o", tmp_path / "none" / "o.gguf")
+    many = Corpus("many", "0" * 64, (TEXT,))
+    huge = dict(tokens=None, n_ctx=CTX, samples=10**9)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(HotcoldError, match="use a smaller --samples"):
+        patch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+        profile_model(model, many, **huge)
     assert out.read_text() == "mine"
 
 
