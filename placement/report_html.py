@@ -42,7 +42,7 @@ caption { text-align: left; padding: .5rem .7rem; color: var(--soft); }
 th, td { padding: .28rem .7rem; text-align: right; border-top: 1px solid var(--line); white-space: nowrap; }
 thead th { position: sticky; top: 0; background: #fff; border-top: 0; box-shadow: inset 0 -1px var(--line); }
 th.text, td.text { text-align: left; }
-td.text { white-space: normal; overflow-wrap: anywhere; min-width: 8.5rem; }
+td.text { white-space: normal; overflow-wrap: anywhere; min-width: 5.5rem; }
 tfoot th, tfoot td { font-weight: 600; }
 ul.notes { padding-left: 1.2rem; margin: .3rem 0; }
 code { background: var(--back); padding: .05rem .3rem; border-radius: .25rem; overflow-wrap: anywhere; }
