@@ -197,8 +197,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-c", "--ctx", metavar="N", type=_count,
                        help=f"tokens of a context (default {N_CTX}, or what the model was trained on)")
     group.add_argument("--samples", metavar="N", type=_whole,
-                       help="keep the inputs of N tokens for training predictors; 0: none (default: 8192, or fewer so "
-                            "that they take 256 MiB)")
+                       help="keep the inputs of N tokens for training predictors; 0: none (default: 8192, "
+                            "fewer where that is over 256 MiB, at least 1024)")
     group = parser.add_argument_group("work")
     group.add_argument("-t", "--threads", metavar="N", type=_count,
                        help="threads of all workers together (default: all cores)")
