@@ -171,6 +171,8 @@ def solve(
     p = _problem(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
     price, bound = _price(p)
     picked = _greedy(p)
+    if picked is not None:
+        _exchange(p, picked)
     cost = math.inf if picked is None else p.cost(picked)
     status = "optimal"
     if cost - bound > 1e-12 * abs(bound):
@@ -262,8 +264,7 @@ def _times(layer: Layer, rates: Rates, hot: np.ndarray, keys: bool) -> tuple[np.
 
 def _hull(c: _Choices) -> np.ndarray:
     """Indices of the lower convex hull of (size, cost), from the smallest size to the least cost."""
-    order = np.lexsort((c.cost, c.size))
-    order = order[np.append(True, np.minimum.accumulate(c.cost[order])[:-1] > c.cost[order][1:])]  # only improvements
+    order = _pareto(c)
     size, cost = c.size[order].tolist(), c.cost[order].tolist()
     hull: list[int] = []
     for i in range(len(order)):
@@ -335,11 +336,44 @@ def _refill(p: _Problem, picked: list[int], number: int, left: int, cost: np.nda
     return left
 
 
+def _pareto(c: _Choices) -> np.ndarray:
+    """Indices of the choices that no smaller one equals, by size."""
+    order = np.lexsort((c.cost, c.size))
+    return order[np.append(True, np.minimum.accumulate(c.cost[order])[:-1] > c.cost[order][1:])]
+
+
+def _exchange(p: _Problem, picked: list[int], rounds: int = 4) -> None:
+    """Improve a solution by giving two layers at a time the best pair of choices, until no pair gets better."""
+    useful = [_pareto(c) for c in p.choices]
+    sizes, costs = ([getattr(c, name)[i] for c, i in zip(p.choices, useful, strict=True)] for name in ("size", "cost"))
+    used = p.size(picked)
+    for _ in range(rounds):
+        improved = False
+        for a in range(len(picked)):
+            for b in range(a):
+                now = sum(int(p.choices[k].size[picked[k]]) for k in (a, b))
+                cost = sum(float(p.choices[k].cost[picked[k]]) for k in (a, b))
+                partner = np.searchsorted(sizes[b], p.capacity - used + now - sizes[a], side="right") - 1
+                total = np.where(partner < 0, np.inf, costs[a] + costs[b][partner])
+                best = int(total.argmin())
+                size = int(sizes[a][best] + sizes[b][partner[best]])
+                if total[best] < cost - 1e-12 * abs(cost) and used - now + size >= p.floor:
+                    picked[a], picked[b] = int(useful[a][best]), int(useful[b][partner[best]])
+                    used, improved = used - now + size, True
+        if not improved:
+            return
+
+
 def _worth_keeping(p: _Problem, price: float, slack: float) -> list[np.ndarray]:
     """Masks of the choices that a solution better than the known one may contain: the others alone cost too much."""
     slack += 1e-12 * sum(float(np.abs(c.cost).max()) for c in p.choices)  # for rounding
-    reduced = [c.cost + price * c.size for c in p.choices]
-    return [r - r.min() <= slack for r in reduced]
+    masks = []
+    for c in p.choices:
+        reduced = c.cost + price * c.size
+        masks.append(reduced - reduced.min() <= slack)
+        if not p.floor:  # with one, a larger choice may be needed although it gains nothing
+            masks[-1] &= np.isin(np.arange(len(reduced)), _pareto(c))
+    return masks
 
 
 def _solution(p: _Problem, picked: Sequence[int], bound: float, status: str) -> Solution:
