@@ -46,9 +46,6 @@ def load_gguf(f: GGUFFile, report: Report, ignore_unknown: bool = False) -> Stoc
     keys = Keys(f)
     config = ModelConfig.from_keys(keys)
     _refuse_unknown_keys(keys, ignore_unknown, report)
-    if any(config.norm_relu):
-        raise HotcoldError(f"{f.path}: has a ReLU after the norms ({schema.KEY_NORM_RELU}), which a stock file cannot "
-                           "say and convert does not handle: run it as it is")
     split = config.layout == "neuron-split"
     tensors = _named_tensors(f, config, report)
     if split:
@@ -56,7 +53,7 @@ def load_gguf(f: GGUFFile, report: Report, ignore_unknown: bool = False) -> Stoc
     return StockModel(
         arch=arch, source="neuron-split GGUF" if split else "stock GGUF", metadata=_metadata(f, report),
         tensors=tensors, activation=config.activation, thresholds=list(config.thresholds), gated=config.gated,
-        n_layer=config.n_layer, n_ff=list(config.n_ff), release=f.release_pages)
+        n_layer=config.n_layer, n_ff=list(config.n_ff), norm_relu=list(config.norm_relu), release=f.release_pages)
 
 
 def _refuse_unsupported(f: GGUFFile, arch: str) -> None:
@@ -139,12 +136,17 @@ def _unsplit(f: GGUFFile, tensors: dict[str, LazyTensor], n_layer: int, gated: b
             raise GGUFError(f"{f.path}: tensor {name}: must be int32 and hold every neuron once")
         inverse[layer] = np.argsort(ids)
     pairs = schema.FFN_UP_DOWN if gated else schema.FFN_DOWN_T
+    rows_of = {turned: name for name, turned in schema.turned(gated).items()}
     for name, t in tensors.items():
         if not name.startswith("blk."):
             result[name] = t
             continue
         _, number, part = name.split(".", 2)
         order = inverse[int(number)]
+        if part in rows_of:
+            part = rows_of[part]
+            name = schema.block(int(number), part)
+            t = renamed(transposed(t), name)
         if part == schema.FFN_NEURON_ID:
             continue
         if part == pairs:

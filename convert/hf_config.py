@@ -92,6 +92,17 @@ class ConfigReader:
             raise self.fail(key, value, "a string")
         return value
 
+    def norm_relu(self, n_layer: int) -> list[bool]:
+        """`norm_relu`, hotcold's own key: true, or a flag per layer, where a ReLU follows the norms of a layer.
+
+        No transformers class has such a key; a fine-tune as in "ReLU Strikes Back", stage 2, changes the code.
+        """
+        value = self.get("norm_relu", False)
+        flags = value if isinstance(value, list) else [value] * n_layer
+        if len(flags) != n_layer or any(type(flag) is not bool for flag in flags):
+            raise self.fail("norm_relu", value, f"true, false or {n_layer} of them, one per layer")
+        return flags if any(flags) else []
+
     def only(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
         """The key may be missing, null or one of `allowed`: anything else changes the computation."""
         value = self.get(key)

@@ -90,6 +90,7 @@ class StockModel:
     gated: bool
     n_layer: int
     n_ff: list[int] = field(default_factory=list)  # [n_layer]
+    norm_relu: list[bool] = field(default_factory=list)  # [n_layer]: a ReLU follows the layer's norms; empty: nowhere
     auto_type: QType | None = None  # what `--outtype auto` means for matrices; None: their own type
     auto_reason: str = ""
     release: Callable[[], None] = lambda: None  # gives back memory that reading tensors has mapped

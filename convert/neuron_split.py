@@ -19,10 +19,17 @@ from hotcold.runtime import schema
 def split_neurons(model: StockModel, outtype: str, report: Report) -> Target:
     """Lay the model out for the runtime. Everything outside the FFN keeps its name and layout."""
     tensors: list[LazyTensor] = []
+    names = schema.turned(model.gated)
     for name, t in model.tensors.items():
         part = name.split(".", 2)[2] if name.startswith("blk.") else ""
+        layer = int(name.split(".")[1]) if part else -1
+        turned = bool(model.norm_relu) and layer >= 0 and model.norm_relu[layer] and part in names
+        if turned:
+            tensors.append(_turned(t, schema.block(layer, names[part]), outtype, model, report))
         if part == schema.FFN_UP:
-            tensors += _values(model, int(name.split(".")[1]), outtype, report)
+            tensors += _values(model, layer, outtype, report, with_up=not turned)
+        elif turned:
+            continue
         elif part != schema.FFN_DOWN:  # went with its up rows
             tensors.append(cast(t, plain_type(t, outtype, model.auto_type, report), report))
     target = Target(model.arch, model.metadata | split_metadata(model), tensors, model.activation)
@@ -32,7 +39,9 @@ def split_neurons(model: StockModel, outtype: str, report: Report) -> Target:
 
 def split_metadata(model: StockModel) -> Metadata:
     """The keys that make a file neuron-split."""
-    return {
+    flags = [int(flag) for flag in model.norm_relu]
+    norm_relu = {schema.KEY_NORM_RELU: array(flags, GGUFValueType.UINT32)} if any(flags) else {}
+    return norm_relu | {
         schema.KEY_VERSION: u32(schema.VERSION),
         schema.KEY_ACTIVATION: string(model.activation),
         schema.KEY_THRESHOLD: array(model.thresholds, GGUFValueType.FLOAT32),
@@ -40,8 +49,15 @@ def split_metadata(model: StockModel) -> Metadata:
     }
 
 
-def _values(model: StockModel, layer: int, outtype: str, report: Report) -> list[LazyTensor]:
-    """Up rows, down columns and the neuron table of one layer."""
+def _turned(t: LazyTensor, name: str, outtype: str, model: StockModel, report: Report) -> LazyTensor:
+    """A matrix by input column: inputs that a ReLU after the norm makes 0 are then rows that need not be read."""
+    columns = renamed(transposed(t), name)
+    return cast(columns, turned_type(columns, None, outtype, model.auto_type, report), report,
+                measure=columns.was is not None)
+
+
+def _values(model: StockModel, layer: int, outtype: str, report: Report, with_up: bool) -> list[LazyTensor]:
+    """Up rows (where they are not there by column), down columns and the neuron table of one layer."""
     up = model.tensors[schema.block(layer, schema.FFN_UP)]      # [n_ff, n_embd]
     down = model.tensors[schema.block(layer, schema.FFN_DOWN)]  # [n_embd, n_ff]
     turned = transposed(down)                                   # [n_ff, n_embd]
@@ -55,4 +71,5 @@ def _values(model: StockModel, layer: int, outtype: str, report: Report) -> list
         name = schema.block(layer, schema.FFN_UP_DOWN)
         return [interleaved(name, cast(up, qtype, report), values), table]
     name = schema.block(layer, schema.FFN_DOWN_T)
-    return [cast(up, plain_type(up, outtype, model.auto_type, report), report), renamed(values, name), table]
+    rows = [cast(up, plain_type(up, outtype, model.auto_type, report), report)] if with_up else []
+    return [*rows, renamed(values, name), table]

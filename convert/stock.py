@@ -47,6 +47,8 @@ def relu_factors(model: StockModel, k: int) -> dict[str, float]:
     """
     if not 1 <= k <= MAX_K:
         raise HotcoldError(f"--relu-as-silu {k}: allowed are 1 to {MAX_K}; 8 to 10 is usual")
+    if any(model.norm_relu):
+        raise HotcoldError("--relu-as-silu: this model has a ReLU after its norms, which llama.cpp cannot compute")
     if not model.gated or model.activation not in ("relu", "fatrelu") or any(model.thresholds):
         threshold = f", threshold {max(model.thresholds):g}" if any(model.thresholds) else ""
         raise HotcoldError(
@@ -76,10 +78,15 @@ def _activation_metadata(model: StockModel, k: int | None, report: Report) -> Me
         return {KEY_RELU_AS_SILU: u32(k)}
     if model.arch == "opt":
         report.note("warning: stock llama.cpp has no opt architecture: hotcold reads this file, llama.cpp does not")
+    metadata: Metadata = {}
+    if any(model.norm_relu):
+        report.note("warning: stock llama.cpp knows no ReLU after the norms: hotcold reads the key "
+                    f"{schema.KEY_NORM_RELU}, llama.cpp computes something else")
+        metadata[schema.KEY_NORM_RELU] = array([int(flag) for flag in model.norm_relu], GGUFValueType.UINT32)
     usual = STOCK_ACTIVATIONS[model.arch]
     if model.activation == usual and not any(model.thresholds):
-        return {}
-    metadata = {schema.KEY_ACTIVATION: string(model.activation)}
+        return metadata
+    metadata[schema.KEY_ACTIVATION] = string(model.activation)
     if any(model.thresholds):
         metadata[schema.KEY_THRESHOLD] = array(model.thresholds, GGUFValueType.FLOAT32)
     advice = "" if model.activation != "relu" or not model.gated else "; --relu-as-silu 10 makes one that it runs right"

@@ -79,6 +79,11 @@ def key_matrix(gated: bool, by_column: bool) -> str:
     return FFN_GATE if gated else FFN_UP
 
 
+def turned(gated: bool) -> dict[str, str]:
+    """The matrices of a norm_relu layer that the neuron-split layout holds by input column: stock name -> its name."""
+    return ATTN_T | {key_matrix(gated, False): key_matrix(gated, True)}
+
+
 FFN_GATE = "ffn_gate.weight"
 FFN_UP = "ffn_up.weight"
 FFN_DOWN = "ffn_down.weight"                   # stock layout only

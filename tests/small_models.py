@@ -112,7 +112,7 @@ def make_tensors(spec: Spec) -> Tensors:
 
 def by_column(spec: Spec, block: Tensors) -> Tensors:
     """The tensors of a layer with the matrices that read its norms turned."""
-    names = schema.ATTN_T | {schema.key_matrix(spec.gated, False): schema.key_matrix(spec.gated, True)}
+    names = schema.turned(spec.gated)
     return {
         names.get(name, name): (kind, np.ascontiguousarray(values.T) if name in names else values)
         for name, (kind, values) in block.items()
