@@ -84,13 +84,10 @@ def beginning(regression: Regression, hidden: int, rate: np.ndarray, seed: int) 
     return Weights(w_in, OFFSET - w_in @ regression.mean_x, w_out, odds - OFFSET * w_out.sum(axis=1))
 
 
-def train(
-    start: Weights, data: Data, stop: Data, settings: Settings, xp: Any = np,
-    check: Callable[[], None] = lambda: None,
-) -> tuple[Weights, float]:  # fmt: skip
+def train(start: Weights, data: Data, stop: Data, settings: Settings, xp: Any = np) -> tuple[Weights, float]:
     """The best weights by loss on `stop`, and their accuracy there: share of (token, neuron) decided rightly at 0.
 
-    xp: numpy or cupy. check: called after each batch; may raise to end. The same seed gives the same weights.
+    xp: numpy or cupy. The same seed gives the same weights.
     """
     rng = np.random.default_rng(settings.seed)
     weights = [xp.asarray(a) for a in start.arrays()]
@@ -107,7 +104,6 @@ def train(
             step += 1
             gradients = _gradients(weights, x[pick], fired[pick], weight[pick], xp)
             weights = _adam(weights, gradients, state, rate, step, xp)
-            check()
         loss = _loss(weights, watched, xp)
         waited = 0 if loss < best * (1 - ENOUGH) else waited + 1
         if loss < best:

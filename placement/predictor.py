@@ -23,6 +23,7 @@ from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, dequantize
 from hotcold.runtime.kernels import formats, reference
+from hotcold.runtime.weights import by_column
 
 STORED_AS = (QType.F16, QType.Q8_0, QType.Q4_0)  # types of the two matrices
 ALWAYS = np.float32(1e6)  # bias of a neuron that is always a candidate; never: its negative
@@ -176,18 +177,19 @@ class Rows:
 
 
 def rows_of(file: GGUFFile, config: ModelConfig, layer: int) -> Rows:
-    """Rows of a layer of a neuron-split file whose keys are held by neuron."""
+    """Rows of a layer of a neuron-split file."""
     n_ff = config.n_ff[layer]
 
     def per_neuron(name: str) -> int:
         return file.tensors[schema.block(layer, name)].n_bytes // n_ff
 
+    key = per_neuron(schema.key_matrix(config.gated, by_column(config, layer)))
     if not config.gated:
-        return Rows(n_ff, per_neuron(schema.FFN_UP), per_neuron(schema.FFN_DOWN_T))
-    gate, bundle = per_neuron(schema.FFN_GATE), per_neuron(schema.FFN_UP_DOWN)
+        return Rows(n_ff, key, per_neuron(schema.FFN_DOWN_T))
+    bundle = per_neuron(schema.FFN_UP_DOWN)
     if config.activation in schema.SPARSE_ACTIVATIONS:
-        return Rows(n_ff, gate, bundle)
-    return Rows(n_ff, gate + bundle // 2, bundle // 2)  # |act(key) * up| against a threshold needs the up row too
+        return Rows(n_ff, key, bundle)
+    return Rows(n_ff, key + bundle // 2, bundle // 2)  # |act(key) * up| against a threshold needs the up row too
 
 
 # ------------------------------------------------------------------ to and from files

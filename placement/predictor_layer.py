@@ -9,7 +9,6 @@ thresholds to the wanted recall, one only to measure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +51,6 @@ class Wanted:
     look_ahead: bool = False
     seed: int = 0
     xp: Any = np  # numpy or cupy
-    check: Callable[[], None] = lambda: None  # called often; may raise to end
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,11 @@ class Result:
     def predict(self) -> float:
         """What predicting reads; exact's where the layer falls back."""
         return self.exact if self.predictor is None else self.rows.predict(self.n_bytes, self.quality)
+
+
+def without(rows: Rows, active: float, note: str) -> Result:
+    """A layer that is not predicted; active: share of its neurons that fire."""
+    return Result(None, Quality(1.0, 1.0, active, 1.0, active), rows, 0, 0, note)
 
 
 def split_contexts(contexts: np.ndarray, seed: int) -> Split:
@@ -184,7 +187,6 @@ class _Layer:
 
     def cost(self, p: Predictor) -> float:
         """About what the predictor reads, from few tokens."""
-        self.wanted.check()
         return calibrated(p, self.data, self.rows, self.wanted.target, *self.few)[1]
 
     def final(self, p: Predictor, note: str = "") -> Result:
@@ -194,8 +196,8 @@ class _Layer:
         q = evaluate(p, data.x[split.test], data.fired[split.test], data.size[split.test])
         result = Result(p, q, self.rows, p.n_bytes, p.rank, note)
         if result.predict >= result.exact:
-            return replace(result, predictor=None, note=f"predicting would read {result.predict:.1%}, exact does not "
-                                                        "read more: runs exact")  # fmt: skip
+            return replace(result, predictor=None, note=f"predicting would read {result.predict:.1%} of the "
+                           f"FFN's bytes, exact reads {result.exact:.1%}: runs exact")  # fmt: skip
         return result
 
     def regression(self, most: int) -> lowrank.Regression:
@@ -246,15 +248,14 @@ def _mlp(layer: _Layer, most: int, skew: float, budget: int) -> Result:
     limit = mlp.most_hidden(budget, n_embd, n_ff)
     fixed = wanted.rank
     if limit < (fixed or mlp.STEP):
-        q = quality(np.ones((len(split.test), n_ff), bool), data.fired[split.test], data.size[split.test])
         note = f"the budget of parameters leaves {budget}, too few for {fixed or mlp.STEP} hidden units: runs exact"
-        return Result(None, q, layer.rows, 0, 0, note)
+        return without(layer.rows, float(data.fired[split.test].mean()), note)
     regression = layer.regression(fixed or min(limit, most))
     parts = [mlp.weighted(data.x[p], data.fired[p], data.size[p]) for p in (split.fit, split.choose)]
 
     def attempt(hidden: int) -> mlp.Trial:
         start = mlp.beginning(regression, hidden, layer.rate, wanted.seed)
-        w, accuracy = mlp.train(start, parts[0], parts[1], mlp.Settings(wanted.seed), wanted.xp, wanted.check)
+        w, accuracy = mlp.train(start, parts[0], parts[1], mlp.Settings(wanted.seed), wanted.xp)
         made = [Predictor("mlp", wanted.look_ahead, 0.0, w.bias, w.w_in, w.b_in, w.w_out, None, a, b)
                 for a, b in TYPES]  # fmt: skip
         costs = [layer.cost(p) for p in made]

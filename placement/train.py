@@ -1,0 +1,285 @@
+"""`hotcold train-predictor`: predictors for a model, from what a profile sampled.
+
+In: a neuron-split GGUF and its profile. Out: a table, and with -o a GGUF with predictors for `--sparsity predict`.
+Next: predictor_layer.py (one layer), rewrite.py (writing).
+
+Layer by layer: memory holds the samples and labels of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFValueType
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hotcold.convert.main import terminable, writing_progress
+from hotcold.convert.model import array
+from hotcold.placement import lowrank
+from hotcold.placement.place import show
+from hotcold.placement.predictor import KEYS, export, metadata, rows_of
+from hotcold.placement.predictor_layer import (
+    MIN_SAMPLES,
+    Result,
+    Split,
+    Wanted,
+    key_signs,
+    label,
+    split_contexts,
+    thinned,
+    train_layer,
+    without,
+)
+from hotcold.placement.profile import Profile, check_profile, load_profile, skew, sparsity
+from hotcold.placement.rewrite import rewrite, split_config
+from hotcold.runtime import schema
+from hotcold.runtime.atomic import check_output
+from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
+from hotcold.runtime.weights import by_column
+
+BUDGET = 0.1  # share of the model's parameters that all nets together may have
+FEW_PER_INPUT = 2  # samples per number of an input, below which a fit is shaky
+MAX_RANK = 4096
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `hotcold train-predictor`."""
+    parser.add_argument("model", metavar="MODEL", type=Path, help="neuron-split GGUF file (from hotcold convert)")
+    parser.add_argument("--profile", metavar="P", type=Path, required=True, help="what hotcold profile sampled of it")
+    parser.add_argument("--kind", choices=schema.PREDICTORS[1:], default="lowrank",
+                        help="lowrank: closed form (default); mlp: a trained net, minutes; signbit: signs only")
+    parser.add_argument("--target-recall", type=_recall, default=0.99, metavar="R",
+                        help="share of the activations' magnitude to be found (default 0.99)")
+    parser.add_argument("--rank", type=_rank, metavar="N",
+                        help="rank or hidden size of all layers, a multiple of 32 (default: what reads least)")
+    parser.add_argument("--look-ahead", action="store_true",
+                        help="predict from the input of the layer before, so that answers are ready early")
+    parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="the same gives the same (default 0)")
+    parser.add_argument("-o", "--outfile", metavar="OUT", type=Path,
+                        help="file to write: MODEL with predictors (default: only show the table)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train as the arguments say; returns the exit status. Raises HotcoldError with one line for the user."""
+    if args.kind == "signbit" and (args.look_ahead or args.rank is not None):
+        args.parser.error("--kind signbit compares with the layer's own keys: no --look-ahead, no --rank")
+    for path in (args.model, args.profile):
+        if not path.exists():
+            raise HotcoldError(f"{safe_text(str(path))}: no such file")
+    if args.outfile is not None:
+        check_output(args.outfile, args.force, args.model.stat().st_size)
+    console = Console(stderr=True, highlight=False)
+    profile = load_profile(args.profile)
+    wanted = Wanted(args.kind, args.target_recall, args.rank, args.look_ahead, args.seed,
+                    array_module() if args.kind == "mlp" else np)  # fmt: skip
+    with _progress(console) as progress:
+        results, notes = train_predictors(args.model, profile, wanted, progress)
+    if args.outfile is not None:  # before the table, whose reader may go away
+        with terminable(), writing_progress(console, args.model.stat().st_size) as advance:
+            size = write_predictors(args.model, args.outfile, profile, results, args.force, advance)
+        console.print(f"wrote {escape(safe_text(str(args.outfile)))} ({size / 1e6:.1f} MB)", soft_wrap=True)
+    show([result_table(results, profile, wanted)])
+    for line in notes:
+        console.print(escape(f"note: {line}"), soft_wrap=True)
+    return 0
+
+
+def array_module() -> Any:
+    """CuPy where it and a GPU are there, else NumPy."""
+    try:
+        import cupy  # type: ignore[import-not-found,unused-ignore]
+
+        return cupy if cupy.cuda.runtime.getDeviceCount() else np
+    except Exception:  # no package, no driver, no device: all the same here
+        return np
+
+
+# ------------------------------------------------------------------ for convert --calibrate and others
+
+
+def train_predictors(
+    model: Path, profile: Profile, wanted: Wanted, progress: Callable[[int, int], None] = lambda done, of: None
+) -> tuple[list[Result], list[str]]:
+    """One result per layer, and notes for the user. Raises HotcoldError for samples or a model that do not do."""
+    with open_gguf(model) as file:
+        config = split_config(file)
+        _check_sparse(file, config)
+        check_profile(profile, file, config)
+        contexts = np.asarray(profile.sample_text)
+        notes = _check_samples(len(contexts), config, profile)
+        use = thinned(len(contexts), max(config.n_ff))
+        split = split_contexts(contexts[use], wanted.seed)
+        left = int(BUDGET * _parameters(file)) if wanted.kind == "mlp" else 0
+        results = []
+        for layer in range(config.n_layer):
+            progress(layer, config.n_layer)
+            result = _train(file, config, profile, layer, wanted, use, split, left // (config.n_layer - layer))
+            left -= 0 if result.predictor is None else result.predictor.n_parameters
+            results.append(result)
+            file.release_pages()
+        progress(config.n_layer, config.n_layer)
+    return results, notes + _layer_notes(results)
+
+
+def write_predictors(
+    model: Path, out: Path, profile: Profile, results: Sequence[Result], force: bool = False,
+    progress: Callable[[str, int], None] | None = None,
+) -> int:  # fmt: skip
+    """`model` with these predictors instead of any it has, as `out`; returns its size."""
+    predictors = [r.predictor for r in results]
+    tensors = export(predictors)
+    with open_gguf(model) as file:
+        old = [name for name in file.tensors if name.startswith("blk.") and name.endswith(schema.PRED_TENSORS)]
+    keys = metadata(predictors, [r.quality for r in results])
+    keys[schema.KEY_SPARSITY] = array([float(s) for s in sparsity(profile)], GGUFValueType.FLOAT32)
+    return rewrite(model, out, tensors=tensors, drop=[name for name in old if name not in tensors], metadata=keys,
+                   drop_keys=[key for key in KEYS if key not in keys], force=force, progress=progress)  # fmt: skip
+
+
+def _train(file: GGUFFile, config: ModelConfig, profile: Profile, layer: int, wanted: Wanted, use: np.ndarray,
+           split: Split, budget: int) -> Result:
+    rows = rows_of(file, config, layer)
+    active = 1 - float(sparsity(profile)[layer])
+    if by_column(config, layer):
+        return without(rows, active, "its keys are held by input, for the ReLU after its norm: runs exact")
+    if config.activation in schema.DENSE_ACTIVATIONS and config.thresholds[layer] == 0:
+        return without(rows, active, "has no threshold, so all its neurons fire: runs exact")
+    own = _inputs(profile, layer, use)
+    ahead = wanted.look_ahead and layer > 0
+    data = label(file, config, layer, own, _inputs(profile, layer - 1, use) if ahead else own)
+    if wanted.kind == "signbit":
+        data = replace(data, signs=key_signs(file, config, layer))
+    return train_layer(data, split, rows, replace(wanted, look_ahead=ahead), skew(profile.fired[layer]), budget)
+
+
+def _inputs(profile: Profile, layer: int, use: np.ndarray) -> np.ndarray:
+    x = np.asarray(profile.samples[layer])[use].astype(np.float32)  # [n, n_embd]
+    bad = int(np.count_nonzero(~np.isfinite(x)))
+    if bad:
+        raise HotcoldError(f"the profile's samples of layer {layer} hold {bad} values that are NaN or infinite: the "
+                           "profile or the model is damaged; run hotcold profile again")  # fmt: skip
+    return x
+
+
+def _check_sparse(file: GGUFFile, config: ModelConfig) -> None:
+    if config.activation in schema.DENSE_ACTIVATIONS and not any(config.thresholds):
+        path = safe_text(str(file.path))
+        raise HotcoldError(f"{path}: all its neurons fire always ({config.activation} without thresholds): there is "
+                           "nothing to predict; first run hotcold relufy or hotcold calibrate")  # fmt: skip
+
+
+def _check_samples(n: int, config: ModelConfig, profile: Profile) -> list[str]:
+    """Notes. Raises HotcoldError when the samples are too few."""
+    if n == 0:
+        raise HotcoldError(f"the profile has no samples of FFN inputs, at least {MIN_SAMPLES} are needed: run hotcold "
+                           "profile without --samples 0")  # fmt: skip
+    if n < MIN_SAMPLES:
+        raise HotcoldError(f"the profile has {n} samples of FFN inputs, at least {MIN_SAMPLES} are needed: run hotcold "
+                           "profile over more text")  # fmt: skip
+    good = FEW_PER_INPUT * config.n_embd
+    if n < good:
+        return [f"the profile has {n} samples, from {good} on (twice the model's width) a fit is reliable: "
+                "trust the held-out figures only roughly"]  # fmt: skip
+    if len(np.unique(profile.sample_text)) < 3:
+        return ["the samples are from fewer than three contexts: held-out tokens are from the same text"]
+    return []
+
+
+def _parameters(file: GGUFFile) -> int:
+    """Of the model without what was added to it."""
+    added = (schema.FFN_NEURON_ID, schema.FFN_NEURON_COUNT, *schema.PRED_TENSORS)
+    return sum(int(np.prod(info.shape)) for name, info in file.tensors.items() if not name.endswith(added))
+
+
+def _layer_notes(results: Sequence[Result]) -> list[str]:
+    """Layers with the same remark but for its numbers are one note."""
+    grouped: dict[str, list[int]] = {}
+    for layer, result in enumerate(results):
+        if result.note:
+            grouped.setdefault(result.note, []).append(layer)
+    return [f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}: {note}" for note, layers in grouped.items()]
+
+
+# ------------------------------------------------------------------ showing
+
+
+def result_table(results: Sequence[Result], profile: Profile, wanted: Wanted) -> Table:
+    """One row per layer, and the means. Shares of bytes are of all rows of the layer's FFN."""
+    before = ", looking one layer ahead" if wanted.look_ahead else ""
+    title = f"Predictors of kind {wanted.kind}{before}, for a recall of {wanted.target:g} of the magnitude; held-out"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="bold", pad_edge=False)
+    for heading in ("layer", "kind", "sparsity", "skew", "hidden", "recall", "of magnitude", "precision", "density",
+                    "predictor", "bytes, exact", "bytes, predict"):  # fmt: skip
+        table.add_column(heading, justify="right")
+    off = sparsity(profile)
+    for layer, r in enumerate(results):
+        q = r.quality
+        kind = "none" if r.predictor is None else r.predictor.kind
+        table.add_row(str(layer), kind, f"{off[layer]:.1%}", f"{skew(profile.fired[layer]):.1%}", str(r.rank or "-"),
+                      *_percent(q.recall, q.recall_magnitude, q.precision, q.density), f"{r.n_bytes / 1e3:.1f} kB",
+                      *_percent(r.exact, r.predict))  # fmt: skip
+    table.add_row("mean", "", *_percent(float(off.mean())), "", "", *_means(results))
+    return table
+
+
+def _means(results: Sequence[Result]) -> list[str]:
+    """Of all layers; bytes weighted by the layers' sizes. A layer that falls back has what exact has."""
+    qualities = [without(r.rows, r.quality.active, "").quality if r.predictor is None else r.quality for r in results]
+    means = [float(np.mean([getattr(q, name) for q in qualities]))
+             for name in ("recall", "recall_magnitude", "precision", "density")]  # fmt: skip
+    sizes = [r.rows.total for r in results]
+    n_bytes = sum(r.n_bytes for r in results if r.predictor is not None)
+    shares = [float(np.average([getattr(r, name) for r in results], weights=sizes)) for name in ("exact", "predict")]
+    return [*_percent(*means), f"{n_bytes / 1e6:.2f} MB in all", *_percent(*shares)]
+
+
+def _percent(*shares: float) -> list[str]:
+    return [f"{share:.1%}" for share in shares]
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("layers", total=None)
+
+        def advance(done: int, of: int) -> None:
+            bar.update(task, completed=done, total=of)
+
+        yield advance
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def _whole(text: str) -> int:
+    """Plain digits only."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text[:40]!r}")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    value = _whole(text)
+    if value % lowrank.STEP or not 0 < value <= MAX_RANK:
+        raise argparse.ArgumentTypeError(f"must be a multiple of {lowrank.STEP} up to {MAX_RANK}, got {value}")
+    return value
+
+
+def _recall(text: str) -> float:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", text) or not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, got {text[:40]!r}")
+    return float(text)
