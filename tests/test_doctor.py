@@ -1,0 +1,246 @@
+"""`hotcold doctor`: what it finds, measures and prints; a GPU is played by NumPy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import platformdirs
+import pytest
+from gguf import GGMLQuantizationType as Type
+from small_models import Spec, make_tensors, write_model
+
+from hotcold.placement import doctor
+from hotcold.placement.doctor import Machine, find_gpu, last_level_cache, measure, memory_limit, would_do
+from hotcold.placement.hardware import Hardware, from_json
+from hotcold.runtime import schema
+from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import open_gguf
+
+MACHINE = Machine(cpu="a CPU", features=("avx2",), missing=(), logical=4, cores=2, allowed=4, cgroup=math.inf,
+                  threads=2, cache=1 << 20, ram=8 << 30, gpus=(), gpu_reason="CuPy is not installed")  # fmt: skip
+
+
+class FakeEvent:
+    clock = 0.0
+
+    def record(self) -> None:
+        FakeEvent.clock += 0.5
+        self.at = FakeEvent.clock
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeArray(np.ndarray):
+    def set(self, values: np.ndarray) -> None:
+        self[:] = values
+
+
+def fake_cupy(names: list[Any] | Exception, broken: bool = False) -> types.ModuleType:
+    """The calls that doctor.py makes, on NumPy; every measured piece of work takes half a millisecond."""
+
+    def count() -> int:
+        if isinstance(names, Exception):
+            raise names
+        return len(names)
+
+    def memory() -> tuple[int, int]:
+        if broken:
+            raise RuntimeError("cudaErrorUnknown:\nsecond line \x1b[31m")
+        return 4 << 20, 8 << 30
+
+    runtime = types.SimpleNamespace(getDeviceCount=count, memGetInfo=memory,
+                                    getDeviceProperties=lambda i: {"name": names[i]})  # type: ignore[index]  # fmt: skip
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    module = types.ModuleType("fake_cupy")
+    module.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        runtime=runtime, Event=FakeEvent, get_elapsed_time=lambda a, b: b.at - a.at, alloc_pinned_memory=bytearray,
+        get_current_stream=lambda: stream,
+    )  # fmt: skip
+    for name in ("ones", "empty", "zeros"):
+        make = getattr(np, name)
+        setattr(module, name, lambda n, dtype, make=make: make(n, dtype).view(FakeArray))
+    return module
+
+
+def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[int]:
+    """No real measuring, no cache of the user; returns a list that grows with each measurement."""
+    calls: list[int] = []
+
+    def measured(threads: int, *_: object) -> tuple[float, float]:
+        calls.append(threads)
+        return 10e9, 20e9
+
+    monkeypatch.setattr(doctor, "measure_cpu", measured)
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda *_: str(cache))
+    return calls
+
+
+def call(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return doctor.run(parser.parse_args(list(arguments)))
+
+
+def counted_model(path: Path, share: float = 0.25, **changes: Any) -> Path:
+    spec = Spec(metadata={schema.KEY_PROFILE_TOKENS: 1000, schema.KEY_PROFILE_CORPUS: "a text"}, **changes)
+    tensors = make_tensors(spec)
+    for layer in range(spec.n_layer):
+        counts = np.full(96, round(1000 * share), np.int64)
+        tensors[schema.block(layer, schema.FFN_NEURON_COUNT)] = (Type.I64, counts)
+    return write_model(path, spec, tensors)
+
+
+def test_measures_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_LEAST_BUFFER", 4 << 20)
+    monkeypatch.setattr(doctor, "_MOST_BUFFER", 4 << 20)
+    said: list[str] = []
+    one, both = doctor.measure_cpu(2, 0, said.append)
+    assert 1e7 < one < 1e13 and one <= both < 1e13
+    assert said == ["reading RAM with one thread", "reading RAM with 2 threads"]
+
+
+def test_last_level_cache(tmp_path: Path) -> None:
+    for index, text in enumerate(("32K\n", "1024K", "32M", "rubbish", "")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(text)
+    assert last_level_cache(tmp_path) == 32 << 20
+    assert last_level_cache(tmp_path / "nothing") == 0
+
+
+def test_memory_limit(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    assert memory_limit(tmp_path, own) >= 1 << 60
+    own.write_text("0::/a/b\n3:memory,cpu:/m\n5:cpu:/x\nrubbish\n0::/../../etc\n")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
+    assert memory_limit(tmp_path, own) >= 1 << 60
+    (tmp_path / "a" / "memory.max").write_text("5000000\n")
+    assert memory_limit(tmp_path, own) == 5000000
+    (tmp_path / "memory" / "m").mkdir(parents=True)
+    (tmp_path / "memory" / "m" / "memory.limit_in_bytes").write_text("4000000")
+    assert memory_limit(tmp_path, own) == 4000000
+
+
+def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not installed" in find_gpu("no_such_module_of_cupy")[2]
+    for module, words in (
+        (fake_cupy(RuntimeError("no driver\nat all \x1b[2J")), "no GPU or driver: RuntimeError: no driver at all"),
+        (fake_cupy([]), "CuPy finds no GPU"),
+    ):
+        monkeypatch.setitem(sys.modules, "fake_cupy", module)
+        cupy, names, reason = find_gpu("fake_cupy")
+        assert cupy is None and names == () and words in reason and "\n" not in reason and "\x1b" not in reason
+
+
+def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "measure_cpu", lambda *_: (10e9, 20e9))
+    monkeypatch.setattr(doctor, "find_gpu", lambda: (fake_cupy([b"Card"]), ("Card",), ""))
+    hardware, problem = measure(replace(MACHINE, gpus=("Card",)))
+    assert problem == "" and hardware.gpu == "Card" and hardware.vram == 8 << 30
+    assert hardware.gpu_bandwidth == pytest.approx(2 * (1 << 20) / 0.5e-3)  # the copy reads and writes 1 MiB
+    assert hardware.pcie == pytest.approx((1 << 20) / 0.5e-3)
+    assert 0 < hardware.t_sync < 1
+
+
+def test_a_gpu_that_fails_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    quick(monkeypatch, tmp_path)
+    machine = replace(MACHINE, gpus=("Card",))
+    monkeypatch.setattr(doctor, "find_gpu", lambda: (fake_cupy([b"Card"], broken=True), ("Card",), ""))
+    hardware, problem = measure(machine)
+    assert not hardware.has_gpu
+    assert "Card could not be measured: RuntimeError: cudaErrorUnknown: second line" in problem
+    assert "\x1b" not in problem
+    doctor.machine_hardware(machine=machine, folder=tmp_path)
+    assert not list(tmp_path.iterdir())  # such figures are not kept
+
+
+def test_figures_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = quick(monkeypatch, tmp_path)
+    first = doctor.machine_hardware(machine=MACHINE, folder=tmp_path)
+    assert doctor.machine_hardware(machine=MACHINE, folder=tmp_path) == first and len(calls) == 1
+    doctor.machine_hardware(refresh=True, machine=MACHINE, folder=tmp_path)
+    assert len(calls) == 2
+    doctor.machine_hardware(machine=replace(MACHINE, threads=1), folder=tmp_path)
+    assert len(calls) == 3
+
+
+def test_prints_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    quick(monkeypatch, tmp_path)
+    monkeypatch.setattr(doctor, "describe_machine", lambda: MACHINE)
+    assert call() == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "\x1b" not in out and all(line == line.rstrip() for line in out.splitlines())
+    assert "10.0 GB/s by one thread, 20.0 GB/s by all" in out
+    assert "no GPU (CuPy is not installed): everything is computed on the CPU, 2 threads" in out
+    assert "measured now" in out
+    call()
+    assert "measured before (--refresh measures again)" in capsys.readouterr().out
+
+
+def test_json_has_a_hardware_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    quick(monkeypatch, tmp_path)
+    assert call("--json", "--refresh") == 0
+    data = json.loads(capsys.readouterr().out)
+    hardware = from_json(json.dumps(data["hardware"]), "x")
+    assert isinstance(hardware, Hardware) and hardware.cpu_bandwidth == 20e9
+    assert data["machine"]["threads"] >= 1 and data["would_do"]
+
+
+def test_bytes_of_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    quick(monkeypatch, tmp_path)
+    path = counted_model(tmp_path / "m.gguf", share=0.25)
+    with open_gguf(path) as file:
+        reads = doctor.model_reads(file, ModelConfig.from_gguf(file))
+        skipped = (schema.FFN_NEURON_ID, schema.FFN_NEURON_COUNT)
+        dense = sum(t.n_bytes for name, t in file.tensors.items() if not name.endswith(skipped))
+    values = 2 * 2 * 96 * 64 * 4  # layers, up and down, neurons, width, F32
+    assert reads.dense == dense and reads.exact == dense - values * 3 // 4
+    assert call(str(path)) == 0
+    out = capsys.readouterr().out
+    assert f"at most {20e9 / dense:.1f} tokens/s" in out and "m.gguf: exact mode" in out
+    assert call("--json", str(path)) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert model["exact"] == reads.exact and model["exact_tokens_per_second"] == pytest.approx(20e9 / reads.exact)
+
+
+def test_models_that_cannot_be_exact(tmp_path: Path) -> None:
+    for spec, words in (
+        (Spec(), "hotcold profile counts"),
+        (Spec(layout="stock", activation="relu"), "hotcold convert makes"),
+        (Spec(activation="silu"), "hotcold relufy makes"),
+    ):
+        with open_gguf(write_model(tmp_path / "m.gguf", spec)) as file:
+            reads = doctor.model_reads(file, ModelConfig.from_gguf(file))
+        assert reads.exact is None and words in reads.why
+        assert words in " ".join(would_do(MACHINE, reads))
+
+
+def test_says_what_stands_in_the_way() -> None:
+    lacking = replace(MACHINE, missing=("avx2", "fma"))
+    assert would_do(lacking, None) == ["this CPU lacks avx2, fma, which the kernels need: hotcold does not run here"]
+    reads = doctor.ModelReads("m.gguf", "relu", "neuron-split", 9 << 30, 5 << 30, "", 9 << 30)
+    assert "the file (9.0 GiB) is larger than RAM (8.0 GiB)" in would_do(MACHINE, reads)[-1]
+    gpu = replace(MACHINE, gpus=("Card",))
+    assert would_do(gpu, None)[0].startswith("Card: hotcold place plans")
+
+
+def test_a_wrong_model_is_told_before_measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = quick(monkeypatch, tmp_path)
+    (tmp_path / "x.gguf").write_bytes(b"not a model")
+    for name in ("none.gguf", "x.gguf", "."):
+        with pytest.raises(HotcoldError) as e:
+            call(str(tmp_path / name))
+        assert "\n" not in str(e.value)
+    assert not calls
