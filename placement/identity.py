@@ -20,6 +20,7 @@ SAMPLED_NEURONS = 16  # per layer, evenly spaced
 SAMPLED_BYTES = 4096  # at the beginning and the end of every other tensor
 _OF_NEURONS = (schema.FFN_GATE, schema.FFN_UP, schema.FFN_UP_DOWN, schema.FFN_DOWN_T, schema.FFN_GATE_BIAS,
                schema.FFN_UP_BIAS)  # fmt: skip
+_BY_COLUMN = (schema.FFN_GATE_T, schema.FFN_UP_T)  # neurons along the columns: only the shape counts
 _ADDED = (schema.FFN_NEURON_ID, schema.FFN_NEURON_COUNT, *schema.PRED_TENSORS)
 
 
@@ -35,6 +36,8 @@ def model_id(file: GGUFFile, config: ModelConfig) -> str:
             continue
         info = file.tensors[name]
         digest.update(repr((name, info.ggml_type.name, tuple(info.shape))).encode())
+        if part in _BY_COLUMN:
+            continue
         data = file.data(name)
         if config.layout == "neuron-split" and part in _OF_NEURONS:
             digest.update(_neurons(file, int(name.split(".")[1]), data))

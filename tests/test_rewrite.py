@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from conftest import convert_error, run_convert
+from conftest import run_convert
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType
 from one_op import same_bits
@@ -19,6 +19,7 @@ from small_models import Reference, Spec, Tensors, all_of, make_tensors, write_m
 from test_convert_gguf import rewrite as edit
 
 from hotcold.convert.model import MetaValue, array, string, u32
+from hotcold.placement.identity import model_id
 from hotcold.placement.rewrite import NEURON_COLUMNS, NEURON_ROWS, OF_THE_LAYER, rewrite
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
@@ -405,6 +406,11 @@ def test_columns_inside_blocks_do_not_move(tmp_path: Path) -> None:
     rewrite(src, tmp_path / "b.gguf", order=[order[0], np.arange(64), order[2]])  # that layer stays as it is
 
 
-def test_no_way_to_stock_for_them(tmp_path: Path) -> None:
+def test_they_come_back_to_stock_from_any_order(tmp_path: Path) -> None:
     src = write_model(tmp_path / "a.gguf", *with_norm_relu(SPECS["f32"], Type.F32))
-    assert "ReLU after the norms" in convert_error(src, "--to-stock", "-o", tmp_path / "o.gguf")
+    rewrite(src, tmp_path / "b.gguf", order=orders())
+    for name in "ab":
+        run_convert(tmp_path / f"{name}.gguf", "--to-stock", "-o", tmp_path / f"{name}.stock.gguf")
+    assert (tmp_path / "a.stock.gguf").read_bytes() == (tmp_path / "b.stock.gguf").read_bytes()
+    with open_gguf(src) as a, open_gguf(tmp_path / "b.gguf") as b:
+        assert model_id(a, ModelConfig.from_gguf(a)) == model_id(b, ModelConfig.from_gguf(b))
