@@ -1,0 +1,303 @@
+"""`hotcold relufy`: a SiLU or GELU model to one whose neurons switch off, without training.
+
+In: a Hugging Face folder or a GGUF with a gated FFN, text. Out: a neuron-split GGUF (or with --to-hf a folder) whose
+activation is ReLU, with a few always-on neurons per layer; a table of what it cost. Next: relufy_layers.py (fitting),
+relufy_fit.py (the arithmetic), relufy_model.py (the new model); placement/profiling.py finds its hot neurons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hotcold.convert.checkpoint import Checkpoint, open_checkpoint
+from hotcold.convert.gguf_source import load_gguf
+from hotcold.convert.main import terminable, writing_progress
+from hotcold.convert.model import StockModel
+from hotcold.convert.neuron_split import split_neurons
+from hotcold.convert.outtype import OUTTYPES
+from hotcold.convert.precision import Report
+from hotcold.convert.relufy_layers import LayerReport, Relufier, Settings, negative_log_likelihood
+from hotcold.convert.relufy_model import Fits, relufied, relufied_tensors, relufy_metadata
+from hotcold.convert.relufy_text import CALIBRATION, HELD_OUT, make_contexts, read_text
+from hotcold.convert.writer import check_name, write_target
+from hotcold.runtime import schema
+from hotcold.runtime.engine import Engine
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import open_gguf, safe_text
+from hotcold.runtime.kernels import formats
+from hotcold.runtime.tokenizer import Tokenizer
+from hotcold.runtime.trace import Trace
+
+RANK, TOKENS, SEED = 256, 32768, 0
+CONTEXT = 512  # tokens of each text the model sees
+LEAST_CONTEXTS = 4  # to fit on
+HELD_OUT_TOKENS = 8192
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `hotcold relufy`."""
+    parser.add_argument("src", metavar="SRC", type=Path, help="Hugging Face folder or GGUF; SiLU or GELU, gated")
+    parser.add_argument("-o", "--outfile", metavar="OUT", type=Path, required=True,
+                        help="file to write, neuron-split; with --to-hf a folder")
+    parser.add_argument("--rank", type=_whole, default=RANK, metavar="R",
+                        help=f"always-on neurons per layer that repair the rest (default {RANK}, at most the model's "
+                             "width)")
+    parser.add_argument("--sparsity", type=_share, metavar="S",
+                        help="switch off at least this share of a layer's neurons by a threshold, for example 0.75 "
+                             "(default: as ReLU leaves it)")
+    parser.add_argument("--tokens", type=_count, metavar="N",
+                        help=f"tokens of text to fit on (default {TOKENS}, or what the text has)")
+    parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE",
+                        help="text to fit on (default: one that comes with hotcold)")
+    parser.add_argument("--held-out", type=Path, metavar="FILE",
+                        help="other text, for perplexity and errors (default: one that comes with hotcold)")
+    parser.add_argument("--outtype", choices=[*OUTTYPES, "auto"], default="auto",
+                        help="type of the matrices, as for hotcold convert (default auto)")
+    parser.add_argument("--to-hf", action="store_true",
+                        help="write a Hugging Face folder instead (SRC must be one; types stay)")
+    parser.add_argument("-t", "--threads", type=_count, metavar="N",
+                        help="default: what the machine gives this process")
+    parser.add_argument("--seed", type=_whole, default=SEED, metavar="N",
+                        help=f"which parts of a longer text are taken (default {SEED})")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def _number(text: str, low: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < low:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {low}")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    return _number(text, 0)
+
+
+def _count(text: str) -> int:
+    return _number(text, 1)
+
+
+def _share(text: str) -> float:
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers between 0 and 1, for example 0.75")
+    return float(text)
+
+
+@dataclass
+class Source:
+    """The model to change: described for writing (`model`), and in a file that the engine runs (`path`)."""
+
+    model: StockModel
+    path: Path
+    checkpoint: Checkpoint | None
+    report: Report
+
+
+def run(args: argparse.Namespace) -> int:
+    """Relufy as the arguments say; returns the exit status. Raises HotcoldError with one line for the user."""
+    console = Console(stderr=True, highlight=False)
+    began = time.perf_counter()
+    _check_output(args)
+    text = read_text(args.text, CALIBRATION)
+    held_out = read_text([args.held_out] if args.held_out else [], HELD_OUT)
+    with terminable(), ExitStack() as stack:
+        source = _open_source(args, console, stack)
+        trace = stack.enter_context(Trace.open(source.path, threads=args.threads, n_ctx=CONTEXT))
+        contexts, n_held_out = _contexts(args, trace, text, held_out)
+        fits = Fits(args.outfile.absolute().parent, trace.config.n_ff, trace.config.n_embd, args.rank)
+        stack.callback(fits.close)
+        reports, before = _fit(args, trace, contexts, n_held_out, fits, console)
+        model = relufied(source.model, fits, _orders(trace), [r.threshold for r in reports], source.report)
+        n_fitted = contexts[:-n_held_out].size
+        if args.to_hf:
+            size = _write_folder(args, source, fits, model, console)
+        else:
+            size = _write_file(args, args.outfile, model, reports, n_fitted, source.report, args.force, console)
+        trace.close()
+        after = _perplexity_of_output(args, contexts[-n_held_out:], console)
+    _say_result(args, console, reports, before, after, size, time.perf_counter() - began)
+    return 0
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """Before any work: OUT can be made. Raises HotcoldError."""
+    src, out = args.src, args.outfile
+    if args.to_hf:
+        if not src.is_dir():
+            raise HotcoldError(f"--to-hf: {safe_text(str(src))} is not a Hugging Face folder: only one can be written "
+                               "back as a folder")
+        from hotcold.convert.hf_writer import check_folder, files_to_copy
+
+        check_folder(out, args.force)
+        files_to_copy(src)
+    elif os.path.isdir(out):
+        raise HotcoldError(f"{safe_text(str(out))}: is a folder: give a file name, or --to-hf to write a folder")
+    else:
+        check_name(out, args.force)
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise HotcoldError(f"{safe_text(str(parent))}: no such folder")
+    try:
+        same = src.samefile(out)
+    except OSError:  # one of them is not there, or its name is impossible
+        return
+    if same:
+        raise HotcoldError(f"{safe_text(str(out))}: is the source: choose another name with -o")
+
+
+def _open_source(args: argparse.Namespace, console: Console, stack: ExitStack) -> Source:
+    """The model, and a file of it that the engine can run: SRC itself, or a temporary one."""
+    src, report = args.src, Report()
+    checkpoint = None
+    if src.is_dir():
+        from hotcold.convert.families import load_checkpoint
+
+        model, runs = load_checkpoint(src, report), False
+        checkpoint = open_checkpoint(src, report) if args.to_hf else None
+    else:
+        file = stack.enter_context(open_gguf(src))
+        model = load_gguf(file, report)
+        runs = all(int(info.ggml_type) in formats.NATIVE for info in file.tensors.values() if len(info.shape) > 1)
+    _check_model(args, model)
+    if runs:
+        return Source(model, src, checkpoint, report)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.outfile.absolute().parent,
+                                                                  prefix=f".{args.outfile.name[:100]}.relufy-")))
+    path = folder / "source.gguf"
+    console.print("converting the source to a file that runs", soft_wrap=True)
+    target = split_neurons(model, "auto", Report())
+    with writing_progress(console, target.n_bytes) as progress:
+        write_target(target, path, progress, model.release)
+    return Source(model, path, checkpoint, report)
+
+
+def _check_model(args: argparse.Namespace, model: StockModel) -> None:
+    shown = safe_text(str(args.src))
+    if not model.gated:
+        raise HotcoldError(f"{shown}: its feed-forward network has no gate ({model.activation}): relufy repairs what "
+                           "ReLU changes in gated ones (gate, up and down matrices) only")
+    if model.activation in schema.SPARSE_ACTIVATIONS:
+        raise HotcoldError(f"{shown}: its activation is {model.activation} already: its neurons switch off as "
+                           "they are, use hotcold convert")
+    n_embd = model.tensors["output_norm.weight"].n_rows
+    if args.rank > n_embd:
+        raise HotcoldError(f"--rank {args.rank}: allowed are 0 to {n_embd}, the model's width")
+
+
+def _contexts(args: argparse.Namespace, trace: Trace, text: str, held_out: str) -> tuple[np.ndarray, int]:
+    """i32 [n, length] to fit on and, behind them, held-out ones; how many those are."""
+    tokenizer = Tokenizer.from_gguf(trace.engine.file)
+    length = min(CONTEXT, trace.engine.n_ctx)
+    fitted = make_contexts(text, tokenizer, length, args.tokens or TOKENS, LEAST_CONTEXTS, args.seed,
+                           "the text to fit on")
+    if args.tokens and fitted.size < args.tokens // length * length:
+        raise HotcoldError(f"the text to fit on is too short: it fills {fitted.size} tokens of contexts, --tokens asks "
+                           f"for {args.tokens}: give a longer text or fewer --tokens")
+    others = make_contexts(held_out, tokenizer, length, HELD_OUT_TOKENS, 1, args.seed, "the held-out text")
+    return np.concatenate([fitted, others]), len(others)
+
+
+def _fit(args: argparse.Namespace, trace: Trace, contexts: np.ndarray, n_held_out: int, fits: Fits,
+         console: Console) -> tuple[list[LayerReport], float]:
+    """Fit all layers into `fits`, printing a line for each; also the teacher's perplexity on the held-out text."""
+    n_layer, n_fit = trace.config.n_layer, len(contexts) - n_held_out
+    console.print(f"fitting {n_layer} layers on {n_fit * contexts.shape[1]} tokens, {n_held_out * contexts.shape[1]} "
+                  "others judge; errors are squares, relative to what the layer should add", soft_wrap=True)
+    console.print("layer   error of ReLU alone   after the fit   neurons off   with always-on"
+                  + "   threshold" * (args.sparsity is not None))
+    reports = []
+    with _progress(console, n_layer * (2 * len(contexts) + n_fit)) as advance:
+        relufier = Relufier(trace, contexts, n_held_out, Settings(args.rank, args.sparsity))
+        for layer in range(n_layer):
+            fits[layer], report = relufier.layer(layer, advance)
+            reports.append(report)
+            console.print(f"{layer:5d}   {report.naive:19.3f}   {report.error:13.3f}   {report.sparsity:11.1%}   "
+                          f"{report.overall:14.1%}" + f"   {report.threshold:9.4f}" * (args.sparsity is not None))
+            trace.engine.file.release_pages()
+        return reports, math.exp(min(700.0, relufier.held_out_nll()))
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"),
+               TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("fitting", total=total)
+        yield lambda n: bar.update(task, advance=n)
+
+
+def _orders(trace: Trace) -> list[np.ndarray]:
+    """Per layer: stored position of the neuron that is i-th in the source."""
+    config, file = trace.config, trace.engine.file
+    if config.layout == "stock":
+        return [np.arange(n) for n in config.n_ff]
+    return [np.argsort(file.data(schema.block(layer, schema.FFN_NEURON_ID))) for layer in range(config.n_layer)]
+
+
+def _write_file(args: argparse.Namespace, out: Path, model: StockModel, reports: list[LayerReport], n_tokens: int,
+                report: Report, force: bool, console: Console) -> int:
+    target = split_neurons(model, args.outtype, report)
+    target.metadata |= relufy_metadata(args.rank, n_tokens, reports)
+    with writing_progress(console, target.n_bytes) as progress:
+        return write_target(target, out, progress, model.release, force)
+
+
+def _write_folder(args: argparse.Namespace, source: Source, fits: Fits, model: StockModel, console: Console) -> int:
+    from hotcold.convert.hf_writer import write_folder
+
+    assert source.checkpoint is not None
+    tensors = relufied_tensors(source.checkpoint, fits, source.report)
+    keys = {"hidden_act": model.activation, "intermediate_size": model.n_ff[0]}
+    total = sum(t.n_bytes for t in tensors.values())
+    with writing_progress(console, total) as progress:
+        return write_folder(source.checkpoint, args.outfile, tensors, keys, progress, args.force)
+
+
+def _perplexity_of_output(args: argparse.Namespace, contexts: np.ndarray, console: Console) -> float:
+    """Perplexity of what was written, by the engine that will run it."""
+    if not args.to_hf:
+        return perplexity(args.outfile, contexts, args.threads)
+    from hotcold.convert.families import load_checkpoint
+
+    with tempfile.TemporaryDirectory(dir=args.outfile.absolute().parent, prefix=".relufy-") as folder:
+        path, model = Path(folder) / "result.gguf", load_checkpoint(args.outfile, Report())
+        target = split_neurons(model, "auto", Report())
+        with writing_progress(console, target.n_bytes) as progress:
+            write_target(target, path, progress, model.release)
+        return perplexity(path, contexts, args.threads)
+
+
+def perplexity(path: Path, contexts: np.ndarray, threads: int | None) -> float:
+    """exp of the mean negative log likelihood of all tokens but the first of each context (i32 [n, length])."""
+    total, count = 0.0, 0
+    with Engine.open(path, threads=threads, n_ctx=contexts.shape[1]) as engine:
+        for tokens in contexts:
+            engine.truncate(0)
+            nll = negative_log_likelihood(engine.forward(tokens, "all")[:-1], tokens[1:])
+            total, count = total + float(nll.sum()), count + len(nll)
+    return math.exp(min(700.0, total / count))
+
+
+def _say_result(args: argparse.Namespace, console: Console, reports: list[LayerReport], before: float, after: float,
+                size: int, seconds: float) -> None:
+    off, overall = (float(np.mean([getattr(r, name) for r in reports])) for name in ("sparsity", "overall"))
+    lines = [
+        f"held-out perplexity {before:.2f} before, {after:.2f} after",
+        f"neurons off: {off:.1%} of the old ones, {overall:.1%} with the always-on ones",
+        f"wrote {args.outfile} ({size / 1e6:.1f} MB) in {seconds:.0f} s",
+    ]
+    for line in lines:
+        console.print(escape(safe_text(line)), soft_wrap=True)

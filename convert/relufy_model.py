@@ -1,0 +1,166 @@
+"""The relufied model: the source's tensors, with other feed-forward matrices.
+
+In: StockModel of the source, the fits of all layers. Out: StockModel with n_ff + rank neurons. Next: neuron_split.py.
+
+Weights that stay keep their bytes, whatever their type; the new rows join them in the same type where the runtime
+computes with it. The fits of all layers are as large as a third of the model: they wait in a file without a name, which
+the system removes with the process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFValueType
+
+from hotcold.convert.checkpoint import Checkpoint
+from hotcold.convert.lazy import LazyTensor, QType, from_array, to_float32
+from hotcold.convert.model import Metadata, MetaValue, StockModel, array, u32
+from hotcold.convert.precision import Report, cast
+from hotcold.convert.relufy_fit import LayerFit
+from hotcold.convert.relufy_layers import LayerReport
+from hotcold.runtime import schema
+from hotcold.runtime.kernels import formats
+
+
+class Fits:
+    """LayerFits on disk, given back as views. folder: where there is room for them."""
+
+    def __init__(self, folder: Path, n_ff: tuple[int, ...], n_embd: int, rank: int) -> None:
+        self.n_ff, self.n_embd, self.rank = n_ff, n_embd, rank
+        rows = [n + 1 + 2 * rank for n in n_ff]  # down, gate, up, hot down
+        self._starts = np.concatenate([[0], np.cumsum(rows)])
+        self._file = tempfile.TemporaryFile(dir=folder)
+        self._file.truncate(max(1, 4 * n_embd * int(self._starts[-1])))
+        self._rows = np.memmap(self._file, np.float32, "r+", shape=(int(self._starts[-1]), n_embd))
+
+    def _parts(self, layer: int) -> list[np.ndarray]:
+        own = self._rows[self._starts[layer]:self._starts[layer + 1]]
+        n, r = self.n_ff[layer], self.rank
+        return np.split(own, [n, n + 1, n + 1 + r])
+
+    def __setitem__(self, layer: int, fit: LayerFit) -> None:
+        down, gate, up, hot_down = self._parts(layer)
+        down[:], gate[:], up[:], hot_down[:] = fit.down, fit.gate, fit.up, fit.hot_down
+
+    def __getitem__(self, layer: int) -> LayerFit:
+        down, gate, up, hot_down = self._parts(layer)
+        return LayerFit(down, gate[0], up, hot_down)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def relufied(model: StockModel, fits: Fits, orders: list[np.ndarray], thresholds: list[float],
+             report: Report) -> StockModel:
+    """The new model. orders[l][i]: row of fits[l].down that belongs to neuron i of `model`."""
+    tensors: dict[str, LazyTensor] = {}
+    for name, t in model.tensors.items():
+        part = name.split(".", 2)[2] if name.startswith("blk.") else ""
+        if part in _PARTS:
+            layer = int(name.split(".")[1])
+            t = _PARTS[part](t, fits[layer], orders[layer], report)
+        tensors[name] = t
+    n_ff = [n + fits.rank for n in model.n_ff]
+    return replace(
+        model, metadata=model.metadata | _neuron_count(model, n_ff), tensors=tensors, n_ff=n_ff,
+        activation="fatrelu" if any(thresholds) else "relu", thresholds=list(thresholds))
+
+
+def _neuron_count(model: StockModel, n_ff: list[int]) -> Metadata:
+    key = f"{model.arch}.feed_forward_length"
+    if len(set(n_ff)) == 1:
+        return {key: u32(n_ff[0])}
+    return {key: array(n_ff, GGUFValueType.UINT32)}
+
+
+def relufy_metadata(rank: int, n_tokens: int, reports: list[LayerReport]) -> Metadata:
+    """What was done, for people and reports."""
+    return {
+        schema.KEY_RELUFY_RANK: u32(rank),
+        schema.KEY_RELUFY_TOKENS: MetaValue(n_tokens, GGUFValueType.UINT64),
+        schema.KEY_RELUFY_ERROR: array([float(r.error) for r in reports], GGUFValueType.FLOAT32),
+    }
+
+
+def extended(t: LazyTensor, rows: np.ndarray, report: Report) -> LazyTensor:
+    """`t` with float32 rows (or, of a vector, elements) behind its own.
+
+    The type stays where the runtime computes with it; others are decoded, for the converter to choose.
+    """
+    new = from_array(t.name, rows, QType.F32, rows.shape, "new")
+    shape = (t.n_rows + len(rows), *t.shape[1:])
+    if int(t.qtype) in formats.NATIVE:
+        mine, theirs, qtype, was = t, cast(new, t.qtype, report), t.qtype, t.was
+    else:
+        mine, theirs, qtype, was = _decoded(t), new, QType.F32, None if t.qtype == QType.F64 else t.qtype
+
+    def read(a: int, b: int) -> np.ndarray:
+        n = mine.n_rows
+        if b <= n:
+            return mine.read(a, b)
+        tail = theirs.read(max(a - n, 0), b - n)
+        return tail if a >= n else np.concatenate([mine.read(a, n), tail])
+
+    return LazyTensor(t.name, shape, qtype, read, t.origin, was=was)
+
+
+def _decoded(t: LazyTensor) -> LazyTensor:
+    return replace(t, qtype=QType.F32, read=lambda a, b: to_float32(t.read(a, b), t.qtype), read_columns=None)
+
+
+def _gate(t: LazyTensor, fit: LayerFit, order: np.ndarray, report: Report) -> LazyTensor:
+    del order
+    return extended(t, np.broadcast_to(fit.gate, fit.up.shape), report)
+
+
+def _up(t: LazyTensor, fit: LayerFit, order: np.ndarray, report: Report) -> LazyTensor:
+    del order
+    return extended(t, fit.up, report)
+
+
+def _bias(t: LazyTensor, fit: LayerFit, order: np.ndarray, report: Report) -> LazyTensor:
+    del order
+    return extended(t, np.zeros(len(fit.up), np.float32), report)
+
+
+def _down(t: LazyTensor, fit: LayerFit, order: np.ndarray, report: Report) -> LazyTensor:
+    """[n_embd, n_ff + rank], read by columns: the fit holds them as rows. A half-precision matrix stays one."""
+    n_ff, rank = len(order), len(fit.hot_down)
+    qtype = t.qtype if t.qtype in (QType.F16, QType.BF16) else QType.F32
+
+    def columns(a: int, b: int) -> np.ndarray:
+        own = fit.down[order[a:min(b, n_ff)]]
+        rows = np.concatenate([own, fit.hot_down[max(a - n_ff, 0):max(b - n_ff, 0)]])  # [b - a, n_embd]
+        return cast(from_array(t.name, rows, QType.F32, rows.shape, "new"), qtype, report).read(0, len(rows)).T
+
+    def read(a: int, b: int) -> np.ndarray:
+        return np.ascontiguousarray(columns(0, n_ff + rank)[a:b])
+
+    return LazyTensor(t.name, (t.n_rows, n_ff + rank), qtype, read, t.origin, columns)
+
+
+_PARTS = {schema.FFN_GATE: _gate, schema.FFN_UP: _up, schema.FFN_DOWN: _down, schema.FFN_GATE_BIAS: _bias,
+          schema.FFN_UP_BIAS: _bias}
+
+
+def relufied_tensors(checkpoint: Checkpoint, fits: Fits, report: Report) -> dict[str, LazyTensor]:
+    """The new feed-forward tensors of a Hugging Face folder, by its own names and in its own types."""
+    tensors: dict[str, LazyTensor] = {}
+    for layer, n_ff in enumerate(fits.n_ff):
+        for hf, part in _HF_PARTS.items():
+            name = f"model.layers.{layer}.mlp.{hf}"
+            if name in checkpoint.stored:
+                t = checkpoint.tensor(name)
+                new = _PARTS[part](t, fits[layer], np.arange(n_ff), report)
+                tensors[name] = cast(new, t.qtype, report) if t.qtype != QType.F64 else new
+    return tensors
+
+
+_HF_PARTS = {
+    "gate_proj.weight": schema.FFN_GATE, "gate_proj.bias": schema.FFN_GATE_BIAS, "up_proj.weight": schema.FFN_UP,
+    "up_proj.bias": schema.FFN_UP_BIAS, "down_proj.weight": schema.FFN_DOWN,
+}
