@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotcold.placement.solve import Rates
+from hotcold.placement.choices import Rates
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import safe_text
 

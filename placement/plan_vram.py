@@ -23,10 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hotcold.convert.model import Metadata, array, string
+from hotcold.placement.choices import OBJECTIVES, Layer, Rates, layer_times
 from hotcold.placement.hardware import PRESETS, Hardware, from_json, load_hardware, to_json
 from hotcold.placement.identity import model_id
 from hotcold.placement.memory import LayerBytes, ModelBytes, model_bytes
-from hotcold.placement.solve import OBJECTIVES, Layer, Rates, layer_times, solve
+from hotcold.placement.solve import solve
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
@@ -387,7 +388,7 @@ def placements_from_args(
     if args.hardware is not None:
         hardware = load_hardware(args.hardware)
     else:
-        from hotcold.placement.doctor import machine_hardware
+        from hotcold.placement.machine import machine_hardware
 
         hardware = machine_hardware()
     budgets = list(dict.fromkeys(args.vram_budget or [hardware.vram]))

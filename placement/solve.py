@@ -1,84 +1,30 @@
-"""Which neurons go to the GPU: the integer programs of placement. Pure functions of numbers.
+"""Which neurons go to the GPU: the integer programs of placement. Pure functions.
 
-In: per layer the neurons' frequencies and row sizes, seconds per byte, bytes of memory. Out: Solution, per layer how
-many of its first neurons are hot and whether all its key rows are on the GPU. Next: plan_vram.py.
-
-Neurons are sorted by frequency, so a layer's hot neurons are a prefix and every layer has a short list of choices:
-0, 64, 128, ... neurons, with its key rows on the GPU or without. Two objectives:
+In: layers, seconds per byte, bytes of memory. Out: Solution, per layer how many of its first neurons are hot and
+whether all its key rows are on the GPU. Next: plan_vram.py.
 
 paper  the PowerInfer paper's program: the most activations on the GPU. A layer has none there, or enough of them that
        what the GPU saves covers one synchronisation.
 time   the least expected time per token: sum over layers of max(GPU, CPU) + t_sync * P(a cold neuron fires).
 
 Both first relax the memory limit with one price per byte. That gives a bound, a good first solution, and the proof
-that most choices cannot be part of a better one; HiGHS solves what is left exactly. So 80 layers take a second.
+that most choices cannot be part of a better one; HiGHS solves what is left exactly. So 80 layers take seconds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hotcold.placement.choices import BATCH, Choices, Layer, Problem, Rates, make_problem, minimum_neurons
 from hotcold.runtime.errors import HotcoldError
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
-
-OBJECTIVES = ("paper", "time")
-BATCH = 64  # neurons that are placed together
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Seconds per byte read: `read` whole matrices one row after the other, `rows` chosen rows; t_sync in seconds."""
-
-    cpu_read: float
-    cpu_rows: float
-    gpu_read: float
-    gpu_rows: float
-    t_sync: float
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The FFN of one layer. `decide` and `fire` are what a token reads, `key_row` and `value_row` what is stored."""
-
-    frequency: np.ndarray  # f64 [n]: share of tokens a neuron fires on, descending
-    key_row: int  # bytes per neuron
-    value_row: int  # bytes per neuron: up row and down column, or the down column
-    decide: np.ndarray  # f64 [n]: expected bytes read to learn whether the neuron fires (all of key_row in exact mode)
-    fire: float  # bytes read of a neuron that fires
-    usable: bool = True  # the layer's attention is on the GPU; without it the FFN is the CPU's
-    split_keys: bool = True  # the GPU may hold all key rows without the values
-    own_keys: bool = True  # hot neurons may bring their own key rows only
-    p_cold: np.ndarray | None = field(default=None)  # f64 [n + 1]: chance that the CPU has work when n are hot
-
-    @property
-    def n(self) -> int:
-        return len(self.frequency)
-
-    @property
-    def row(self) -> int:
-        return self.key_row + self.value_row
-
-
-@dataclass(frozen=True)
-class Times:
-    """Expected seconds of a layer's FFN. before: key rows on the GPU; then GPU and CPU side by side; then the wait."""
-
-    before: float
-    gpu: float
-    cpu: float
-    p_cold: float
-    sync: float
-
-    @property
-    def total(self) -> float:
-        return self.before + max(self.gpu, self.cpu) + self.sync
 
 
 @dataclass(frozen=True)
@@ -96,70 +42,6 @@ class Solution:
         return abs(self.bound - self.objective) / max(abs(self.objective), 1e-300)
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """What one layer can do; arrays of one length. Smaller cost is better for both objectives."""
-
-    hot: np.ndarray  # i64
-    keys: np.ndarray  # bool
-    size: np.ndarray  # i64, bytes on the GPU
-    cost: np.ndarray  # f64
-
-
-@dataclass(frozen=True)
-class _Problem:
-    layers: Sequence[Layer]
-    rates: Rates
-    objective: str
-    batch: int
-    choices: list[_Choices]
-    capacity: int  # bytes on the GPU
-    floor: int  # bytes that must be there, because the CPU cannot hold them
-
-    def size(self, picked: Sequence[int]) -> int:
-        return sum(int(c.size[i]) for c, i in zip(self.choices, picked, strict=True))
-
-    def cost(self, picked: Sequence[int]) -> float:
-        return math.fsum(float(c.cost[i]) for c, i in zip(self.choices, picked, strict=True))
-
-
-def check_layers(layers: Sequence[Layer]) -> None:
-    """Raise HotcoldError, naming the layer, for numbers that are not frequencies in descending order."""
-    for number, layer in enumerate(layers):
-        f = layer.frequency
-        if f.ndim != 1 or not len(f):
-            raise HotcoldError(f"layer {number}: frequencies have shape {list(f.shape)}, expected one per neuron")
-        bad = ~((f >= 0) & (f <= 1))  # NaN too
-        if bad.any():
-            at = int(bad.argmax())
-            raise HotcoldError(f"layer {number}: frequency {f[at]} of neuron {at} is not a share from 0 to 1")
-        if (np.diff(f) > 0).any():
-            raise HotcoldError(f"layer {number}: neurons are not in descending order of frequency: sort the file first "
-                               "(hotcold place --profile)")  # fmt: skip
-        for what, values, n in (("decide", layer.decide, layer.n), ("p_cold", layer.p_cold, layer.n + 1)):
-            if values is not None and (values.shape != (n,) or not (np.isfinite(values) & (values >= 0)).all()):
-                raise HotcoldError(f"layer {number}: {what} must be {n} finite numbers of at least 0")
-
-
-def chance_of_cold(chance: np.ndarray) -> np.ndarray:
-    """[n + 1]: chance that any neuron from i on has work for the CPU, if they are independent."""
-    with np.errstate(divide="ignore"):
-        none = np.cumsum(np.log1p(-np.minimum(chance, 1.0))[::-1])[::-1]
-    return np.append(-np.expm1(none), 0.0)
-
-
-def layer_times(layer: Layer, rates: Rates, hot: int, keys: bool) -> Times:
-    """Expected seconds of one layer's FFN per token."""
-    before, gpu, cpu, p = (float(v[0]) for v in _times(layer, rates, np.array([hot]), keys))
-    return Times(before, gpu, cpu, p, rates.t_sync * p)
-
-
-def minimum_neurons(layer: Layer, rates: Rates) -> float:
-    """C_l: fewest neurons on the GPU whose gain over the CPU covers t_sync; infinity if the GPU is not faster."""
-    gain = layer.row * (rates.cpu_rows - rates.gpu_rows)
-    return math.ceil(rates.t_sync / gain - 1e-9) if gain > 0 else math.inf
-
-
 def solve(
     layers: Sequence[Layer], rates: Rates, objective: str, *, gpu_bytes: int, cpu_bytes: int | None = None,
     batch: int = BATCH, time_limit: float = 8.0,
@@ -168,7 +50,7 @@ def solve(
 
     Never worse than greedy(). Raises HotcoldError where no placement fits.
     """
-    p = _problem(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
+    p = make_problem(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
     price, bound = _price(p)
     picked = _greedy(p)
     if picked is not None:
@@ -192,77 +74,15 @@ def greedy(
     batch: int = BATCH,
 ) -> Solution | None:  # fmt: skip
     """The first solution that solve() improves on: best gain per byte first; None where it finds nothing that fits."""
-    p = _problem(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
+    p = make_problem(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
     picked = _greedy(p)
     return None if picked is None else _solution(p, picked, _price(p)[1], "greedy")
-
-
-# ---- choices
-
-
-def _problem(
-    layers: Sequence[Layer], rates: Rates, objective: str, gpu_bytes: int, cpu_bytes: int | None, batch: int
-) -> _Problem:  # fmt: skip
-    if objective not in OBJECTIVES:
-        raise HotcoldError(f"objective {objective!r} is unknown, choose from {', '.join(OBJECTIVES)}")
-    if gpu_bytes < 0 or cpu_bytes is not None and cpu_bytes < 0:
-        raise HotcoldError(f"memory for neurons is {min(gpu_bytes, cpu_bytes or 0)} bytes, must be at least 0")
-    check_layers(layers)
-    floor = 0 if cpu_bytes is None else max(0, sum(layer.row * layer.n for layer in layers) - cpu_bytes)
-    choices = [_choices(layer, rates, objective, batch) for layer in layers]
-    return _Problem(layers, rates, objective, batch, choices, gpu_bytes, floor)
-
-
-def _grid(n: int, batch: int) -> np.ndarray:
-    """Sums of batches, the last of which may be smaller."""
-    whole = np.arange(0, n + 1, batch)
-    rest = n % batch
-    return np.unique(np.concatenate([whole, whole + rest])) if rest else whole
-
-
-def _choices(layer: Layer, rates: Rates, objective: str, batch: int) -> _Choices:
-    hot = _grid(layer.n, batch) if layer.usable else np.zeros(1, np.int64)
-    if objective == "paper":
-        if not layer.own_keys:
-            raise HotcoldError("objective 'paper' places whole neurons, but this model's key rows are stored by input "
-                               "column: use --objective time")  # fmt: skip
-        hot = hot[(hot == 0) | (hot >= minimum_neurons(layer, rates))]
-        activations = np.append(0.0, np.cumsum(layer.frequency))
-        return _Choices(hot, np.zeros(len(hot), bool), hot * layer.row, -activations[hot])
-    parts = []
-    for keys in (False, True):
-        if keys and not (layer.usable and layer.split_keys):
-            continue
-        some = hot if keys or layer.own_keys else hot[:1]
-        before, gpu, cpu, p = _times(layer, rates, some, keys)
-        size = some * layer.value_row + (layer.n if keys else some) * layer.key_row
-        parts.append(_Choices(some, np.full(len(some), keys), size, before + np.maximum(gpu, cpu) + rates.t_sync * p))
-    return _Choices(*(np.concatenate([getattr(p, name) for p in parts]) for name in ("hot", "keys", "size", "cost")))
-
-
-def _times(layer: Layer, rates: Rates, hot: np.ndarray, keys: bool) -> tuple[np.ndarray, ...]:
-    """Seconds [len(hot)] before, on the GPU, on the CPU, and the chance that the GPU waits for the CPU."""
-    fires = np.append(0.0, np.cumsum(layer.frequency)) * layer.fire
-    decides = np.append(0.0, np.cumsum(layer.decide))
-    zero = np.zeros(len(hot))
-    if not layer.usable:
-        return zero, zero, zero + decides[-1] * rates.cpu_read + fires[-1] * rates.cpu_rows, zero
-    gpu, cpu = fires[hot] * rates.gpu_rows, (fires[-1] - fires[hot]) * rates.cpu_rows
-    if keys:
-        before, chance = zero + decides[-1] * rates.gpu_read, layer.frequency
-    else:
-        # Who has the key rows learns what fires, so the GPU waits whenever the CPU has anything to look at.
-        before, chance = zero, layer.decide / layer.key_row
-        gpu = gpu + decides[hot] * rates.gpu_read
-        cpu = cpu + (decides[-1] - decides[hot]) * rates.cpu_read
-    p_cold = chance_of_cold(chance) if layer.p_cold is None else layer.p_cold
-    return before, gpu, cpu, np.where(hot < layer.n, p_cold[hot], 0.0)
 
 
 # ---- one price per byte: bound, greedy, pruning
 
 
-def _hull(c: _Choices) -> np.ndarray:
+def _hull(c: Choices) -> np.ndarray:
     """Indices of the lower convex hull of (size, cost), from the smallest size to the least cost."""
     order = _pareto(c)
     size, cost = c.size[order].tolist(), c.cost[order].tolist()
@@ -277,7 +97,7 @@ def _hull(c: _Choices) -> np.ndarray:
     return order[hull]
 
 
-def _steps(p: _Problem) -> tuple[list[np.ndarray], list[tuple[float, int, int]]]:
+def _steps(p: Problem) -> tuple[list[np.ndarray], list[tuple[float, int, int]]]:
     """-> hulls, and all their steps (gain per byte, layer, position of the hull it leads to), best first."""
     hulls = [_hull(c) for c in p.choices]
     steps = []
@@ -287,7 +107,7 @@ def _steps(p: _Problem) -> tuple[list[np.ndarray], list[tuple[float, int, int]]]
     return hulls, sorted(steps, key=lambda step: (-step[0], step[1], step[2]))
 
 
-def _price(p: _Problem) -> tuple[float, float]:
+def _price(p: Problem) -> tuple[float, float]:
     """-> price per byte at which the memory is just used up, and the bound it gives on the total cost."""
     hulls, steps = _steps(p)
     left = p.capacity - p.size([int(h[0]) for h in hulls])
@@ -300,7 +120,7 @@ def _price(p: _Problem) -> tuple[float, float]:
     return price, math.fsum(float((c.cost + price * c.size).min()) for c in p.choices) - price * p.capacity
 
 
-def _greedy(p: _Problem) -> list[int] | None:
+def _greedy(p: Problem) -> list[int] | None:
     """Hull steps in order of gain per byte while they fit, then the best use of what is left; None if under `floor`."""
     hulls, steps = _steps(p)
     picked = [int(h[0]) for h in hulls]
@@ -325,7 +145,7 @@ def _greedy(p: _Problem) -> list[int] | None:
     return picked if p.size(picked) >= p.floor else None
 
 
-def _refill(p: _Problem, picked: list[int], number: int, left: int, cost: np.ndarray, slack: int = 0) -> int:
+def _refill(p: Problem, picked: list[int], number: int, left: int, cost: np.ndarray, slack: int = 0) -> int:
     """Give one layer its best choice that fits into what is left (and frees at most `slack`); returns what is left."""
     now = picked[number]
     extra = p.choices[number].size - p.choices[number].size[now]
@@ -336,13 +156,13 @@ def _refill(p: _Problem, picked: list[int], number: int, left: int, cost: np.nda
     return left
 
 
-def _pareto(c: _Choices) -> np.ndarray:
+def _pareto(c: Choices) -> np.ndarray:
     """Indices of the choices that no smaller one equals, by size."""
     order = np.lexsort((c.cost, c.size))
     return order[np.append(True, np.minimum.accumulate(c.cost[order])[:-1] > c.cost[order][1:])]
 
 
-def _exchange(p: _Problem, picked: list[int], rounds: int = 4) -> None:
+def _exchange(p: Problem, picked: list[int], rounds: int = 4) -> None:
     """Improve a solution by giving two layers at a time the best pair of choices, until no pair gets better."""
     useful = [_pareto(c) for c in p.choices]
     sizes, costs = ([getattr(c, name)[i] for c, i in zip(p.choices, useful, strict=True)] for name in ("size", "cost"))
@@ -364,7 +184,7 @@ def _exchange(p: _Problem, picked: list[int], rounds: int = 4) -> None:
             return
 
 
-def _worth_keeping(p: _Problem, price: float, slack: float) -> list[np.ndarray]:
+def _worth_keeping(p: Problem, price: float, slack: float) -> list[np.ndarray]:
     """Masks of the choices that a solution better than the known one may contain: the others alone cost too much."""
     slack += 1e-12 * sum(float(np.abs(c.cost).max()) for c in p.choices)  # for rounding
     masks = []
@@ -376,7 +196,7 @@ def _worth_keeping(p: _Problem, price: float, slack: float) -> list[np.ndarray]:
     return masks
 
 
-def _solution(p: _Problem, picked: Sequence[int], bound: float, status: str) -> Solution:
+def _solution(p: Problem, picked: Sequence[int], bound: float, status: str) -> Solution:
     sign = -1.0 if p.objective == "paper" else 1.0
     chosen = list(zip(p.choices, picked, strict=True))
     return Solution(
@@ -393,7 +213,7 @@ def _in_words(n_bytes: int | None) -> str:
 
 
 def _choice_program(
-    p: _Problem, kept: Sequence[np.ndarray], time_limit: float
+    p: Problem, kept: Sequence[np.ndarray], time_limit: float
 ) -> tuple[list[int] | None, str, float]:  # fmt: skip
     """Time: one binary per kept choice, exactly one in each layer, their bytes within the limits."""
     from scipy.sparse import csr_matrix, vstack
@@ -417,7 +237,7 @@ def _choice_program(
 
 
 def _paper_program(
-    p: _Problem, kept: Sequence[np.ndarray], time_limit: float
+    p: Problem, kept: Sequence[np.ndarray], time_limit: float
 ) -> tuple[list[int] | None, str, float]:  # fmt: skip
     """The paper's: a = 1 for a batch on the GPU (else it is the CPU's), y = 1 for a layer that has any there.
 

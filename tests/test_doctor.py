@@ -17,9 +17,10 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from small_models import Spec, make_tensors, write_model
 
-from hotcold.placement import doctor
-from hotcold.placement.doctor import Machine, find_gpu, last_level_cache, measure, memory_limit, would_do
+from hotcold.placement import doctor, machine
+from hotcold.placement.doctor import would_do
 from hotcold.placement.hardware import Hardware, from_json
+from hotcold.placement.machine import Machine, find_gpu, last_level_cache, machine_hardware, measure, memory_limit
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
@@ -80,7 +81,8 @@ def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[int]:
         calls.append(threads)
         return 10e9, 20e9
 
-    monkeypatch.setattr(doctor, "measure_cpu", measured)
+    monkeypatch.setattr(machine, "measure_cpu", measured)
+    monkeypatch.setattr(machine, "busy", lambda _: "")
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda *_: str(cache))
     return calls
 
@@ -101,10 +103,10 @@ def counted_model(path: Path, share: float = 0.25, **changes: Any) -> Path:
 
 
 def test_measures_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_LEAST_BUFFER", 4 << 20)
-    monkeypatch.setattr(doctor, "_MOST_BUFFER", 4 << 20)
+    monkeypatch.setattr(machine, "_LEAST_BUFFER", 4 << 20)
+    monkeypatch.setattr(machine, "_MOST_BUFFER", 4 << 20)
     said: list[str] = []
-    one, both = doctor.measure_cpu(2, 0, said.append)
+    one, both = machine.measure_cpu(2, 0, said.append)
     assert 1e7 < one < 1e13 and one <= both < 1e13
     assert said == ["reading RAM with one thread", "reading RAM with 2 threads"]
 
@@ -143,8 +145,9 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "measure_cpu", lambda *_: (10e9, 20e9))
-    monkeypatch.setattr(doctor, "find_gpu", lambda: (fake_cupy([b"Card"]), ("Card",), ""))
+    monkeypatch.setattr(machine, "measure_cpu", lambda *_: (10e9, 20e9))
+    monkeypatch.setattr(machine, "busy", lambda _: "")
+    monkeypatch.setattr(machine, "find_gpu", lambda: (fake_cupy([b"Card"]), ("Card",), ""))
     hardware, problem = measure(replace(MACHINE, gpus=("Card",)))
     assert problem == "" and hardware.gpu == "Card" and hardware.vram == 8 << 30
     assert hardware.gpu_bandwidth == pytest.approx(2 * (1 << 20) / 0.5e-3)  # the copy reads and writes 1 MiB
@@ -154,24 +157,40 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_that_fails_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quick(monkeypatch, tmp_path)
-    machine = replace(MACHINE, gpus=("Card",))
-    monkeypatch.setattr(doctor, "find_gpu", lambda: (fake_cupy([b"Card"], broken=True), ("Card",), ""))
-    hardware, problem = measure(machine)
+    with_card = replace(MACHINE, gpus=("Card",))
+    monkeypatch.setattr(machine, "find_gpu", lambda: (fake_cupy([b"Card"], broken=True), ("Card",), ""))
+    hardware, problem = measure(with_card)
     assert not hardware.has_gpu
     assert "Card could not be measured: RuntimeError: cudaErrorUnknown: second line" in problem
     assert "\x1b" not in problem
-    doctor.machine_hardware(machine=machine, folder=tmp_path)
+    machine_hardware(machine=with_card, folder=tmp_path)
     assert not list(tmp_path.iterdir())  # such figures are not kept
 
 
 def test_figures_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = quick(monkeypatch, tmp_path)
-    first = doctor.machine_hardware(machine=MACHINE, folder=tmp_path)
-    assert doctor.machine_hardware(machine=MACHINE, folder=tmp_path) == first and len(calls) == 1
-    doctor.machine_hardware(refresh=True, machine=MACHINE, folder=tmp_path)
+    first = machine_hardware(machine=MACHINE, folder=tmp_path)
+    assert machine_hardware(machine=MACHINE, folder=tmp_path) == first and len(calls) == 1
+    machine_hardware(refresh=True, machine=MACHINE, folder=tmp_path)
     assert len(calls) == 2
-    doctor.machine_hardware(machine=replace(MACHINE, threads=1), folder=tmp_path)
+    machine_hardware(machine=replace(MACHINE, threads=1), folder=tmp_path)
     assert len(calls) == 3
+
+
+def test_a_busy_machine_is_said_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    busy = machine.busy
+    quick(monkeypatch, tmp_path)
+    monkeypatch.setattr(machine, "busy", busy)
+    monkeypatch.setattr(doctor, "describe_machine", lambda: MACHINE)
+    monkeypatch.setattr("os.getloadavg", lambda: (3.5, 0.0, 0.0))
+    call()
+    assert "other programs kept the CPUs busy (load 3.5 on 4 CPUs)" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 9.0, 9.0))
+    call()
+    assert "busy" not in capsys.readouterr().out and list(tmp_path.iterdir())
 
 
 def test_prints_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -384,7 +384,7 @@ def test_arguments(gated: tuple[GGUFFile, ModelConfig], tmp_path: Path, monkeypa
     with pytest.raises(HotcoldError, match="neither a file nor a preset"):
         from_args(gated, "--hardware", "rtx-1")
     here = Hardware("this machine", cpu_bandwidth=1e9, threads=1, ram=1 << 30)
-    monkeypatch.setattr("hotcold.placement.doctor.machine_hardware", lambda: here)
+    monkeypatch.setattr("hotcold.placement.machine.machine_hardware", lambda: here)
     with pytest.raises(HotcoldError, match="this machine: there is no GPU"):
         from_args(gated, "--vram-budget", "1GiB")
 

@@ -14,16 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotcold.placement import solve as module
-from hotcold.placement.solve import (
-    Layer,
-    Rates,
-    chance_of_cold,
-    greedy,
-    layer_times,
-    minimum_neurons,
-    solve,
-)
+from hotcold.placement.choices import Layer, Rates, chance_of_cold, layer_times, minimum_neurons
+from hotcold.placement.solve import Solution, greedy, solve
 from hotcold.runtime.errors import HotcoldError
 
 RATES = Rates(cpu_read=1 / 50e9, cpu_rows=1 / 40e9, gpu_read=1 / 800e9, gpu_rows=1 / 600e9, t_sync=10e-6)
@@ -131,7 +123,7 @@ def seconds_fast(layer: Layer, hot: int, keys: bool) -> float:
     return layer_times(layer, RATES, hot, keys).total
 
 
-def check_fits(layers: list[Layer], solution: module.Solution, gpu_bytes: int, cpu_bytes: int | None = None) -> None:
+def check_fits(layers: list[Layer], solution: Solution, gpu_bytes: int, cpu_bytes: int | None = None) -> None:
     used = sum(n_bytes(layer, h, k) for layer, h, k in zip(layers, solution.hot, solution.keys, strict=True))
     assert used == solution.used <= gpu_bytes
     assert all(0 <= h <= layer.n for h, layer in zip(solution.hot, layers, strict=True))

@@ -1,0 +1,275 @@
+"""This machine: what is there, and how fast it reads memory.
+
+In: the operating system, CuPy if it is installed. Out: Machine (seen) and Hardware (measured), kept in the user's
+cache. Next: doctor.py prints both; plan_vram.py places on what was measured.
+
+What cannot be measured is said, with the reason, and is no error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from hotcold.placement.hardware import Hardware, cache_path, load_cached, save_cached
+from hotcold.runtime.gguf_file import safe_text
+from hotcold.runtime.threads import cgroup_limit, default_threads
+
+Say = Callable[[str], None]
+
+_LEAST_BUFFER, _MOST_BUFFER = 256 << 20, 1 << 30  # bytes that are read to measure RAM: more than any cache
+_PASSES = 6
+_NO_LIMIT = 1 << 60  # control groups of version 1 write a number above it for "none"
+_SHOWN_FEATURES = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "neon", "dotprod")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is there; nothing in it is measured."""
+
+    cpu: str
+    features: tuple[str, ...]  # those that the kernels use
+    missing: tuple[str, ...]  # those without which they do not run
+    logical: int
+    cores: int
+    allowed: int  # CPUs that this process may run on
+    cgroup: float  # CPUs that control groups allow; infinity: no limit
+    threads: int
+    cache: int  # bytes of the last-level cache; 0: not known
+    ram: int  # bytes; what control groups allow if that is less
+    gpus: tuple[str, ...]
+    gpu_reason: str  # why there is none that can be used
+
+    def signature(self) -> tuple[object, ...]:
+        """What the measured figures depend on."""
+        return (self.cpu, self.features, self.logical, self.threads, self.ram, self.gpus)
+
+
+# ---- what is there
+
+
+def describe_machine() -> Machine:
+    from hotcold.runtime.kernels import simd
+
+    _, gpus, reason = find_gpu()
+    logical = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    return Machine(
+        cpu=_cpu_name(),
+        features=tuple(f for f in _SHOWN_FEATURES if f in simd.FEATURES),
+        missing=tuple(simd.MISSING),
+        logical=logical,
+        cores=psutil.cpu_count(logical=False) or logical,
+        allowed=allowed,
+        cgroup=cgroup_limit(),
+        threads=default_threads(),
+        cache=last_level_cache(),
+        ram=min(psutil.virtual_memory().total, memory_limit()),
+        gpus=gpus,
+        gpu_reason=reason,
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return safe_text(found[1] if found else platform.processor() or platform.machine() or "unknown", 100)
+
+
+def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes; 0 where the system does not say."""
+    sizes = [0]
+    for path in folder.glob("index*/size"):
+        try:
+            number, unit = re.fullmatch(r"([0-9]+)([KMG]?)", path.read_text().strip()).groups()  # type: ignore[union-attr]
+        except (OSError, AttributeError):
+            continue
+        sizes.append(int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[unit])
+    return max(sizes)
+
+
+def memory_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that control groups allow; a huge number where they set no limit."""
+    files = [root / "memory.max", root / "memory/memory.limit_in_bytes"]
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        group = Path(path.lstrip("/"))
+        if ".." in group.parts:
+            continue
+        if not controllers:
+            files += [root / part / "memory.max" for part in (group, *group.parents)]
+        elif "memory" in controllers.split(","):
+            files += [root / "memory" / part / "memory.limit_in_bytes" for part in (group, *group.parents)]
+    limits = [_NO_LIMIT]
+    for file in files:
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):
+            pass  # not there, or "max"
+    return min(limits)
+
+
+def find_gpu(name: str = "cupy") -> tuple[Any, tuple[str, ...], str]:
+    """-> the CuPy module (None without a usable GPU), the cards' names, why there is none."""
+    try:
+        cupy = importlib.import_module(name)
+    except ImportError:
+        return None, (), "CuPy is not installed: pip install 'hotcold[gpu]'"
+    except Exception as e:  # a CuPy of another CUDA fails in many ways
+        return None, (), f"CuPy cannot be loaded: {_line(e)}"
+    try:
+        runtime = cupy.cuda.runtime
+        names = [runtime.getDeviceProperties(i)["name"] for i in range(runtime.getDeviceCount())]
+    except Exception as e:
+        return None, (), f"CuPy finds no GPU or driver: {_line(e)}"
+    if not names:
+        return None, (), "CuPy finds no GPU"
+    return cupy, tuple(safe_text(n.decode(errors="replace") if isinstance(n, bytes) else str(n), 80) for n in names), ""
+
+
+def _line(error: Exception) -> str:
+    return safe_text(" ".join(f"{type(error).__name__}: {error}".split()), 160)
+
+
+# ---- measuring
+
+
+def measure_cpu(threads: int, cache: int, say: Say) -> tuple[float, float]:
+    """-> bytes per second that one thread and all threads read from RAM: the best of several passes."""
+    from numba import njit
+
+    @njit(nogil=True)
+    def read(values):  # the sum keeps the loop alive; it runs at the speed of the memory
+        total = np.uint64(0)
+        for i in range(len(values)):
+            total ^= values[i]
+        return total
+
+    say("reading RAM with one thread")
+    wanted = min(max(_LEAST_BUFFER, 8 * cache), _MOST_BUFFER, psutil.virtual_memory().available // 4)
+    data = np.ones(max(wanted, 1 << 20) // 8, np.uint64)  # written, or every page would be the same empty one
+    read(data[:8])
+    one = _best_pass(read, [data], _PASSES)
+    passes = max(_PASSES, min(100, int(one / data.nbytes)))  # about a second: others use the machine too
+    one = max(one, _best_pass(read, [data], passes))
+    say(f"reading RAM with {threads} threads")
+    return one, max(one, _best_pass(read, np.array_split(data, threads), passes)) if threads > 1 else one
+
+
+def _best_pass(read: Callable[[np.ndarray], object], parts: Sequence[np.ndarray], passes: int) -> float:
+    """Bytes per second of the fastest pass, from when the first thread starts to when the last one is done."""
+    spans = np.zeros((len(parts), passes, 2))
+    barrier = threading.Barrier(len(parts))
+
+    def work(number: int) -> None:
+        for k in range(passes):
+            barrier.wait()
+            spans[number, k, 0] = time.perf_counter()
+            read(parts[number])
+            spans[number, k, 1] = time.perf_counter()
+
+    workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(parts))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = (spans[:, :, 1].max(0) - spans[:, :, 0].min(0)).min()
+    return sum(p.nbytes for p in parts) / max(float(seconds), 1e-9)
+
+
+def measure_gpu(cupy: Any, say: Say) -> dict[str, Any]:
+    """Fields of Hardware about the first card. Whatever CuPy raises passes through."""
+    say("reading VRAM")
+    runtime = cupy.cuda.runtime
+    free, total = runtime.memGetInfo()
+    n = max(min(512 << 20, free // 4), 1 << 20) // 4
+    data = cupy.ones(n, dtype=np.float32)
+    read = 4 * n / _gpu_seconds(cupy, lambda: data.sum())
+    copied = 8 * n / _gpu_seconds(cupy, lambda: data.copy())
+    say("copying over PCIe")
+    size = min(4 * n, 128 << 20)
+    pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.float32, size // 4)
+    target = cupy.empty(size // 4, dtype=np.float32)
+    pcie = size / _gpu_seconds(cupy, lambda: target.set(pinned))
+    say("waiting for the GPU")
+    small, times = cupy.zeros(32, dtype=np.float32), []
+    for _ in range(200):
+        began = time.perf_counter()
+        small += np.float32(1)
+        cupy.cuda.get_current_stream().synchronize()
+        times.append(time.perf_counter() - began)
+    return {"gpu_bandwidth": max(read, copied), "pcie": pcie, "t_sync": float(np.median(times)), "vram": int(total)}
+
+
+def _gpu_seconds(cupy: Any, work: Callable[[], object]) -> float:
+    """Least time of several runs, by the card's own clock."""
+    best = math.inf
+    for _ in range(_PASSES):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
+    return max(best, 1e-9)
+
+
+def busy(machine: Machine) -> str:
+    """What to say where other programs keep the CPUs busy; "" where they do not."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load < 0.75 * machine.logical:
+        return ""
+    return (f"other programs kept the CPUs busy (load {load:.1f} on {machine.logical} CPUs): figures are too low and are "
+            "not kept")  # fmt: skip
+
+
+def measure(machine: Machine, say: Say = lambda _: None) -> tuple[Hardware, str]:
+    """-> figures of this machine, and why they are not complete or not to be trusted ("" if all is well)."""
+    problem = busy(machine)
+    one, all_threads = measure_cpu(machine.threads, machine.cache, say)
+    fields: dict[str, Any] = {}
+    if machine.gpus:
+        try:
+            fields = {"gpu": machine.gpus[0], **measure_gpu(find_gpu()[0], say)}
+        except Exception as e:  # whatever a driver has to say must not end the program
+            problem = f"{machine.gpus[0]} could not be measured: {_line(e)}"
+    name = f"this machine: {machine.cpu}, {machine.threads} threads" + (f", {machine.gpus[0]}" if fields else "")
+    return Hardware(name=name[:200], cpu_bandwidth=all_threads, cpu_bandwidth_1=one, threads=machine.threads,
+                    ram=machine.ram, **fields), problem  # fmt: skip
+
+
+def machine_hardware(
+    refresh: bool = False, say: Say = lambda _: None, machine: Machine | None = None, folder: Path | None = None
+) -> Hardware:  # fmt: skip
+    """Figures of this machine, from the cache if they were measured before."""
+    return figures(machine or describe_machine(), refresh, say, folder)[0]
+
+
+def figures(machine: Machine, refresh: bool, say: Say, folder: Path | None) -> tuple[Hardware, bool, str]:
+    """-> figures, whether they come from the cache, what could not be measured."""
+    path = cache_path(machine.signature(), folder)
+    cached = None if refresh else load_cached(path)
+    if cached is not None:
+        return cached, True, ""
+    hardware, problem = measure(machine, say)
+    if not problem:
+        save_cached(path, hardware)
+    return hardware, False, problem
