@@ -113,11 +113,16 @@ def calibrate(
 
 
 def _curves(run: LayerRun, n_layer: int) -> np.ndarray:
-    """f64 [n_layer, STEPS + 1]: error of each layer by its share of neurons off, when no other layer has any."""
+    """f64 [n_layer, STEPS + 1]: error of each layer by its share of neurons off, when no other layer has any.
+
+    Errors are relative to the residual stream: the same relative error of an FFN's output does more harm where that
+    output is a large part of the stream, as in the first and the last layer.
+    """
     curves = []
     for layer in range(n_layer):
         magnitudes = run.magnitudes(layer)
-        curves.append(error_curve(MEASURED, run.finish(layer, 0.0, [magnitudes.quantile(s) for s in MEASURED])))
+        cuts = [magnitudes.quantile(share) for share in MEASURED[:-1]] + [np.inf]
+        curves.append(error_curve(MEASURED, run.finish(layer, 0.0, cuts).stream))
     return np.stack(curves)
 
 
@@ -127,7 +132,7 @@ def _choose(run: LayerRun, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
     for layer, share in enumerate(shares):
         magnitudes = run.magnitudes(layer)
         thresholds[layer] = t = magnitudes.quantile(float(share))
-        errors[layer] = run.finish(layer, t, [t])[0]
+        errors[layer] = run.finish(layer, t, [t]).output[0]
         sparsity[layer] = magnitudes.share_up_to(t) if t > 0 else 0.0
     return thresholds, sparsity, errors
 

@@ -15,8 +15,8 @@ BINS = 1 << (31 - SHIFT)
 FIRST_INFINITE = 255 << (23 - SHIFT)  # bins from here on hold infinities and NaN
 TINY = float(np.finfo(np.float32).tiny)  # a threshold of 0 means none at all
 STEPS = 100  # shares that a layer may be given: 0, 1/100, ... 1
-# Shares at which errors are measured; 0 and 1 need no measuring.
-MEASURED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+# Shares at which errors are measured; 0 needs no measuring.
+MEASURED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 
 
 class Histogram:
@@ -66,14 +66,14 @@ def _edge(i: int) -> float:
     return largest if i >= FIRST_INFINITE else float(np.uint32(i << SHIFT).view(np.float32))
 
 
-def error_curve(shares: Sequence[float], errors: Sequence[float]) -> np.ndarray:
-    """f64 [STEPS + 1]: error at 0, 1/STEPS, ... 1, from errors measured at some shares in ascending order.
+def error_curve(shares: Sequence[float], errors: Sequence[float] | np.ndarray) -> np.ndarray:
+    """f64 [STEPS + 1]: error at 0, 1/STEPS, ... 1, from errors measured at some shares in ascending order up to 1.
 
-    Nothing left out costs 0, everything 1. Errors grow like a power of the share, so their roots are what is joined by
-    straight lines. A curve never falls.
+    Nothing left out costs nothing. Errors grow like a power of the share, so their roots are what is joined by straight
+    lines. A curve never falls.
     """
-    x = np.array([0.0, *shares, 1.0])
-    y = np.maximum.accumulate(np.clip(np.array([0.0, *errors, 1.0], np.float64), 0.0, None))
+    x = np.array([0.0, *shares])
+    y = np.maximum.accumulate(np.clip(np.array([0.0, *errors], np.float64), 0.0, None))
     curve: np.ndarray = np.interp(np.arange(STEPS + 1) / STEPS, x, np.sqrt(y)) ** 2
     return curve
 
@@ -112,10 +112,10 @@ def allocate(errors: np.ndarray, target: float) -> np.ndarray:
 
 
 def relative_error(missing: np.ndarray, whole: np.ndarray) -> float:
-    """Squared error of outputs, relative to their squares; both [tokens, n_embd].
+    """Squared error of vectors, relative to their squares; both [tokens, n_embd].
 
-    Tokens count by how much of their own output is missing: a few tokens (often the first of a text) have outputs
-    hundreds of times larger than all others, and would hide what happens to these. 0 where there is no output at all.
+    Tokens count by how much of their own vector is missing: a few tokens (often the first of a text) have vectors
+    hundreds of times larger than all others, and would hide what happens to these. 0 where all are 0.
     """
     squares = np.square(whole, dtype=np.float64).sum(axis=1)
     weights = squares + np.median(squares)

@@ -48,6 +48,14 @@ def open_with(path: Path, thresholds: Sequence[float], threads: int | None, n_ct
         raise
 
 
+@dataclass(frozen=True)
+class Errors:
+    """Squared errors that leaving values out makes. f64 [cuts]."""
+
+    output: np.ndarray  # relative to what the FFN adds to the residual stream
+    stream: np.ndarray  # relative to the residual stream after that, which is what the next layers see
+
+
 class LayerRun:
     """Contexts on their way through the layers: for each layer magnitudes(), then finish(), in ascending order.
 
@@ -90,37 +98,43 @@ class LayerRun:
                 )
         return result
 
-    def finish(self, layer: int, threshold: float, cuts: Sequence[float] = ()) -> list[float]:
+    def finish(self, layer: int, threshold: float, cuts: Sequence[float] = ()) -> Errors:
         """All contexts through the layer's FFN, values up to the threshold left out.
 
-        Returns the relative error of the FFN's output, measured on some tokens, that each of `cuts` would make.
+        Returns the errors, measured on some tokens, that each of `cuts` would make.
         """
-        trace, n_ff, kept = self._trace, self._trace.config.n_ff[layer], []
+        trace, n_ff = self._trace, self._trace.config.n_ff[layer]
+        kept: list[tuple[np.ndarray, np.ndarray]] = []  # of the sampled tokens: values, residual stream before the FFN
         for k, blocks in enumerate(self._blocks):
             for pos, n in blocks:
                 trace.x[:n] = self._x[k][pos : pos + n]
                 trace.keys(layer, n)
                 trace.values(layer, n)
                 values = trace.g[:n, :n_ff]
-                if cuts:
+                if len(cuts):
                     rows = self._sampled[k]
-                    kept.append(values[rows[(rows >= pos) & (rows < pos + n)] - pos])  # a copy
+                    rows = rows[(rows >= pos) & (rows < pos + n)] - pos
+                    kept.append((values[rows], trace.x[rows]))  # copies
                 if threshold > 0:
                     values[np.abs(values) <= np.float32(threshold)] = 0
                 trace.down(layer, n)
                 self._x[k][pos : pos + n] = trace.x[:n]
                 self._tell(n)
-        return self._errors(layer, np.concatenate(kept), cuts) if cuts else []
+        if not len(cuts):
+            return Errors(np.zeros(0), np.zeros(0))
+        return self._errors(layer, np.concatenate([v for v, _ in kept]), np.concatenate([x for _, x in kept]), cuts)
 
-    def _errors(self, layer: int, values: np.ndarray, cuts: Sequence[float]) -> list[float]:
-        """values: f32 [tokens, n_ff], nothing left out."""
+    def _errors(self, layer: int, values: np.ndarray, x: np.ndarray, cuts: Sequence[float]) -> Errors:
+        """values: f32 [tokens, n_ff], nothing left out; x: f32 [tokens, n_embd]."""
         nothing = self._output(layer, np.zeros_like(values[:1]))  # the bias
-        whole = self._output(layer, values) - nothing
-        out = []
-        for cut in cuts:
+        output = self._output(layer, values)
+        result = Errors(np.zeros(len(cuts)), np.zeros(len(cuts)))
+        for i, cut in enumerate(cuts):
             small = np.where(np.abs(values) <= np.float32(cut), values, np.float32(0))
-            out.append(relative_error(self._output(layer, small) - nothing, whole))
-        return out
+            missing = self._output(layer, small) - nothing
+            result.output[i] = relative_error(missing, output - nothing)
+            result.stream[i] = relative_error(missing, x + output)
+        return result
 
     def _output(self, layer: int, values: np.ndarray) -> np.ndarray:
         """What the layer adds to the residual stream for these values: f32 [tokens, n_embd]."""
