@@ -237,8 +237,8 @@ def busy(machine: Machine) -> str:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load < 0.75 * machine.logical:
         return ""
-    return (f"other programs kept the CPUs busy (load {load:.1f} on {machine.logical} CPUs): figures are too low and are "
-            "not kept")  # fmt: skip
+    return (f"other programs kept the CPUs busy (load {load:.1f} on {machine.logical} CPUs): figures are too low and "
+            "are not kept")  # fmt: skip
 
 
 def measure(machine: Machine, say: Say = lambda _: None) -> tuple[Hardware, str]:
