@@ -44,6 +44,7 @@ SPECS = {
     "tied, biases": Spec(patterns=("free",) * 3, n_ff=257, biases=True),
     "not gated": Spec(arch="opt", gated=False, biases=True, n_head_kv=4, n_ff=256, key=Type.F16, value=Type.Q8_0),
     "thresholds": Spec(activation="silu", threshold=0.1, n_ff=256),
+    "keys by column": Spec(n_ff=256, norm_relu=(True, False)),
 }
 
 
@@ -138,6 +139,9 @@ def test_what_is_not_on_the_gpu_is_in_ram(model: tuple[GGUFFile, ModelConfig]) -
 def test_never_above_the_budget_and_better_with_more(model: tuple[GGUFFile, ModelConfig], objective: str) -> None:
     _, config = model
     low, speed = least(model), 0.0
+    if objective == "paper" and any(config.norm_relu):
+        assert "use --objective time" in error(model, low, objective=objective)
+        return
     all_of_it = CARD.gpu_context + model_bytes(*model, 64).on_gpu((True,) * config.n_layer, config.n_ff,
                                                                   (True,) * config.n_layer)  # fmt: skip
     for budget in np.linspace(low, all_of_it + 5000, 9).astype(int).tolist():
@@ -146,6 +150,9 @@ def test_never_above_the_budget_and_better_with_more(model: tuple[GGUFFile, Mode
             p.layer_on_gpu, p.hot, p.keys_on_gpu
         )
         assert list(p.layer_on_gpu) == sorted(p.layer_on_gpu)  # the last layers
+        by_column = [turned and hot > 0 and not keys for turned, hot, keys in
+                     zip(config.norm_relu, p.hot, p.keys_on_gpu, strict=True)]  # fmt: skip
+        assert not any(by_column)  # such key rows go whole or not at all
         assert all(on or not (hot or keys) for on, hot, keys in zip(p.layer_on_gpu, p.hot, p.keys_on_gpu, strict=True))
         assert p.t_token == pytest.approx(sum(p.t_layer), rel=0.9) and 0 <= p.load <= 1
         if objective == "time" and sum(p.layer_on_gpu) == config.n_layer:
