@@ -99,10 +99,10 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         ("inspect", "FILE", "print what a GGUF file holds", _add_inspect),
         ("perplexity", "MODEL", "measure how well a model predicts a text", "runtime.perplexity"),
         ("report", "MODEL", "draw what is known of a model's neurons", "placement.report"),
-        ("doctor", "", "measure this machine and say what hotcold does on it", "placement.doctor"),
+        ("doctor", "[MODEL]", "measure this machine and say what hotcold does on it", "placement.doctor"),
     ):
         command = commands.add_parser(
-            name, usage=f"%(prog)s [options] {usage}".rstrip(), help=help_,
+            name, usage=f"%(prog)s [options] {usage}", help=help_,
             description=help_[0].upper() + help_[1:] + ".",
             allow_abbrev=False,
         )  # fmt: skip
