@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("src", metavar="SRC", type=Path, help="Hugging Face folder or GGUF; SiLU or GELU, gated")
     parser.add_argument("-o", "--outfile", metavar="OUT", type=Path, required=True,
                         help="file to write, neuron-split; with --to-hf a folder")
-    parser.add_argument("--rank", type=_whole, default=RANK, metavar="R",
-                        help=f"always-on neurons per layer that repair the rest (default {RANK}, at most the model's "
-                             "width)")
+    parser.add_argument("--rank", type=_whole, metavar="R",
+                        help=f"always-on neurons per layer that repair the rest (default {RANK}, or the model's width "
+                             "where that is less)")
     parser.add_argument("--sparsity", type=_share, metavar="S",
                         help="switch off at least this share of a layer's neurons by a threshold, for example 0.75 "
                              "(default: as ReLU leaves it)")
@@ -172,6 +172,8 @@ def _open_source(args: argparse.Namespace, console: Console, stack: ExitStack) -
         model = load_gguf(file, report)
         runs = all(int(info.ggml_type) in formats.NATIVE for info in file.tensors.values() if len(info.shape) > 1)
     _check_model(args, model)
+    if args.rank is None:
+        args.rank = min(RANK, _width(model))
     if runs:
         return Source(model, src, checkpoint, report)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.outfile.absolute().parent,
@@ -192,9 +194,12 @@ def _check_model(args: argparse.Namespace, model: StockModel) -> None:
     if model.activation in schema.SPARSE_ACTIVATIONS:
         raise HotcoldError(f"{shown}: its activation is {model.activation} already: its neurons switch off as "
                            "they are, use hotcold convert")
-    n_embd = model.tensors["output_norm.weight"].n_rows
-    if args.rank > n_embd:
-        raise HotcoldError(f"--rank {args.rank}: allowed are 0 to {n_embd}, the model's width")
+    if args.rank is not None and args.rank > _width(model):
+        raise HotcoldError(f"--rank {args.rank}: allowed are 0 to {_width(model)}, the model's width")
+
+
+def _width(model: StockModel) -> int:
+    return model.tensors["output_norm.weight"].n_rows
 
 
 def _contexts(args: argparse.Namespace, trace: Trace, text: str, held_out: str) -> tuple[np.ndarray, int]:

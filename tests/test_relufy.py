@@ -1,0 +1,422 @@
+"""convert/relufy*.py: the arithmetic against plain NumPy, then a tiny SiLU model from end to end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from small_models import Reference, Spec, make_tensors, write_model
+
+from hotcold.convert import relufy
+from hotcold.convert.relufy_fit import (
+    Equations,
+    balanced,
+    bypass_input,
+    constant_gate,
+    fit_layer,
+    principal_inputs,
+    threshold_for,
+    token_weights,
+)
+from hotcold.convert.relufy_layers import Relufier, Settings, negative_log_likelihood
+from hotcold.convert.relufy_text import make_contexts, read_text
+from hotcold.runtime import schema
+from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.engine import Engine
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.tokenizer import Tokenizer
+from hotcold.runtime.trace import Trace
+
+Get = Callable[..., Path]
+
+
+def relufy_run(*arguments: Any) -> int:
+    parser = argparse.ArgumentParser()
+    relufy.add_arguments(parser)
+    return relufy.run(parser.parse_args([str(a) for a in arguments]))
+
+
+def relufy_error(*arguments: Any) -> str:
+    with pytest.raises(HotcoldError) as e:
+        relufy_run(*arguments)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def normals(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def test_blocks_of_rows_add_up_to_least_squares() -> None:
+    x, y = normals(300, 7), normals(300, 3, seed=1)
+    w = np.abs(normals(300, seed=2)) + np.float32(0.1)
+    equations = Equations(7, 3)
+    for start in range(0, 300, 64):
+        rows = slice(start, start + 64)
+        equations.add(x[rows].copy(), y[rows], w[rows])
+    assert equations.rows == 300
+    exact = x.astype(np.float64)
+    np.testing.assert_allclose(equations.gram, exact.T @ (w[:, None] * exact), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(equations.cross, exact.T @ (w[:, None] * y), rtol=1e-4, atol=1e-4)
+
+
+def test_token_weights_hold_outliers_down() -> None:
+    y = normals(100, 8)
+    y[3] *= 3000
+    w = token_weights(y)
+    assert w.dtype == np.float32 and w.mean() == pytest.approx(1, rel=1e-5)
+    assert w[3] < 1e-5 < w.min(initial=np.inf, where=np.arange(100) != 3)
+    assert np.isfinite(token_weights(np.zeros((4, 8), np.float32))).all()
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 4.0])
+def test_the_constant_gate_is_above_the_threshold_everywhere(threshold: float) -> None:
+    h = normals(500, 16) * np.float32(0.3) + np.float32(1)
+    v = constant_gate(h, np.ones(500, np.float32), threshold)
+    c = h @ v
+    assert c.mean() == pytest.approx(max(1.0, 2 * threshold), rel=0.05) and c.std() < 0.4 * c.mean()
+    assert (c > threshold).mean() > 0.98
+    np.testing.assert_allclose(bypass_input(h, v, threshold), h * np.where(c > threshold, c, 0)[:, None], rtol=1e-6)
+
+
+def test_the_threshold_switches_the_wanted_share_off() -> None:
+    keys = normals(50, 40)
+    assert threshold_for(keys, 0.3) == 0.0  # ReLU alone does it
+    t = threshold_for(keys, 0.8)
+    assert (keys <= np.float32(t)).mean() == pytest.approx(0.8, abs=1e-3)
+
+
+def test_neurons_make_the_linear_map_they_stand_for() -> None:
+    b, x = normals(12, 3).astype(np.float64) @ normals(3, 10, seed=1), normals(200, 12, seed=2)
+    p = principal_inputs(b, (x.T @ x).astype(np.float64), 3)
+    q = np.linalg.lstsq(p, b, rcond=None)[0]
+    np.testing.assert_allclose(p @ q, b, atol=1e-9)  # rank 3 is all there is
+    up, down = balanced(p, q, 0.05)
+    assert up.shape == (3, 12) and down.shape == (3, 10)
+    np.testing.assert_allclose(np.sqrt((up**2).mean(axis=1)), 0.05, rtol=1e-5)
+    np.testing.assert_allclose(x @ up.T @ down, x @ b, atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 4, 12])
+def test_a_layer_is_found_again(rank: int) -> None:
+    """Targets made of other down columns and a map of rank 4: the fit finds both, as far as its rank allows."""
+    n, n_ff, d = 4000, 20, 12
+    values, z = np.maximum(normals(n, n_ff), 0), normals(n, d, seed=1)
+    old = normals(n_ff, d, seed=2)
+    new = old + normals(n_ff, d, seed=3)
+    linear = normals(d, 4, seed=4) @ normals(4, d, seed=5)
+    targets = values @ new + z @ linear
+    equations = Equations(n_ff + d, d)
+    equations.add(np.concatenate([values, z], axis=1), targets, np.ones(n, np.float32))
+    fit = fit_layer(equations, old, 1.0, rank)
+    assert fit.up.shape == fit.hot_down.shape == (rank, d)
+    error = np.square(values @ fit.down + z @ fit.up.T @ fit.hot_down - targets).mean() / np.square(targets).mean()
+    untouched = np.square(values @ old - targets).mean() / np.square(targets).mean()
+    assert error < (0.9 * untouched if rank == 0 else 1e-3)
+
+
+def test_nothing_to_add_changes_nothing() -> None:
+    values, z, old = np.maximum(normals(500, 6), 0), normals(500, 4, seed=1), normals(6, 4, seed=2)
+    equations = Equations(10, 4)
+    equations.add(np.concatenate([values, z], axis=1), values @ old, np.ones(500, np.float32))
+    fit = fit_layer(equations, old, 1.0, 2)
+    np.testing.assert_allclose(fit.down, old, atol=1e-4)
+    assert np.isfinite(fit.up).all() and np.abs(fit.up.T @ fit.hot_down).max() < 1e-3
+
+
+def test_negative_log_likelihood_of_huge_logits() -> None:
+    logits = np.array([[1e4, 0, -1e4], [0, 0, 0]], np.float32)
+    np.testing.assert_allclose(negative_log_likelihood(logits, np.array([0, 2])), [0, np.log(3)], atol=1e-6)
+
+
+# ------------------------------------------------------------------ text
+
+
+def test_contexts_depend_on_the_seed_only(tiny_model: Get) -> None:
+    with open_gguf(tiny_model("llama")) as f:
+        tokenizer = Tokenizer.from_gguf(f)
+    text = read_text([], "calibration.txt")
+    first = make_contexts(text, tokenizer, 128, 1024, 2, 3, "the text")
+    assert first.shape == (8, 128) and first.dtype == np.int32
+    np.testing.assert_array_equal(first, make_contexts(text, tokenizer, 128, 1024, 2, 3, "the text"))
+    assert not np.array_equal(first, make_contexts(text, tokenizer, 128, 1024, 2, 4, "the text"))
+    if tokenizer.add_bos:
+        assert (first[:, 0] == tokenizer.bos_id).all()
+
+
+def test_bad_text(tmp_path: Path) -> None:
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    for path, said in ((tmp_path / "latin1.txt", "not UTF-8: byte 3 is 0xe9"), (tmp_path, "is a folder"),
+                       (tmp_path / "none", "cannot be read"), (Path("a\0b"), "cannot be read")):
+        with pytest.raises(HotcoldError, match=said):
+            read_text([path], "")
+
+
+# ------------------------------------------------------------------ a tiny model from end to end
+
+COMMON = ("--rank", 16, "--tokens", 4096, "-t", 1)
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model: Get, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("relufy") / "relu.gguf"
+    assert relufy_run(tiny_model("llama"), "-o", out, *COMMON) == 0
+    return out
+
+
+def logits(path: Path, sparsity: str, one_by_one: bool = False) -> np.ndarray:
+    tokens = list(range(3, 43))
+    with Engine.open(path, sparsity=sparsity, threads=1) as engine:
+        if not one_by_one:
+            return engine.forward(tokens, "all")
+        return np.stack([engine.forward([t]) for t in tokens])
+
+
+def test_the_result_is_an_ordinary_relu_model(made: Path, tiny_model: Get) -> None:
+    with open_gguf(made) as f, open_gguf(tiny_model("llama")) as source:
+        config = ModelConfig.from_gguf(f)
+        assert (config.activation, config.gated, config.layout) == ("relu", True, "neuron-split")
+        assert config.n_ff == (176 + 16,) * 3 and not any(config.thresholds)
+        assert f.metadata["llama.feed_forward_length"] == 192
+        assert f.metadata[schema.KEY_RELUFY_RANK] == 16 and f.metadata[schema.KEY_RELUFY_TOKENS] == 4096
+        assert len(f.metadata[schema.KEY_RELUFY_ERROR]) == 3
+        for name in source.tensors:  # what is not of the FFN stays, bit for bit; gate and up rows too
+            if ".ffn_" not in name or "norm" in name:
+                assert np.array_equal(f.data(name), source.data(name)), name
+        np.testing.assert_array_equal(f.data("blk.1.ffn_gate.weight")[:176], source.data("blk.1.ffn_gate.weight"))
+        np.testing.assert_array_equal(f.data("blk.1.ffn_up_down.weight")[:352:2],
+                                      source.data("blk.1.ffn_up_down.weight")[::2])
+        always_on = f.data("blk.1.ffn_gate.weight")[176:]
+        assert (always_on == always_on[0]).all() and not np.isnan(always_on).any()
+
+
+def test_sparse_and_dense_agree(made: Path) -> None:
+    dense = logits(made, "dense", one_by_one=True)
+    np.testing.assert_array_equal(dense, logits(made, "exact", one_by_one=True))
+    np.testing.assert_allclose(Reference(made).logits(list(range(3, 43)))[0], dense, atol=2e-2, rtol=1e-3)
+
+
+def test_the_fit_is_nearer_to_the_source_than_relu_alone(made: Path, tiny_model: Get) -> None:
+    """Whatever the table says: the file's own logits are."""
+    wanted, got = logits(tiny_model("llama"), "dense"), logits(made, "dense")
+    naive = logits(tiny_model("llama", hidden_act="relu"), "dense")
+    assert np.square(got - wanted).mean() < 0.8 * np.square(naive - wanted).mean()
+
+
+def test_the_same_seed_makes_the_same_file(made: Path, tiny_model: Get, tmp_path: Path) -> None:
+    for seed, same in ((0, True), (1, False)):
+        out = tmp_path / f"{seed}.gguf"
+        relufy_run(tiny_model("llama"), "-o", out, *COMMON, "--seed", seed)
+        assert (out.read_bytes() == made.read_bytes()) is same
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.gguf", "1.gguf"]  # nothing temporary stays
+
+
+def test_the_table(tiny_model: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    relufy_run(tiny_model("llama"), "-o", tmp_path / "x.gguf", *COMMON)
+    lines = capsys.readouterr().err.splitlines()
+    rows = [line.split() for line in lines if line.strip()[:1].isdecimal()]
+    assert [int(row[0]) for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert 0 < float(row[2]) < float(row[1])
+        assert 20 < float(row[4].rstrip("%")) < float(row[3].rstrip("%")) < 80
+    assert any(line.startswith("held-out perplexity") for line in lines)
+
+
+def test_a_wanted_sparsity(tiny_model: Get, tmp_path: Path) -> None:
+    out = tmp_path / "x.gguf"
+    relufy_run(tiny_model("llama"), "-o", out, *COMMON, "--sparsity", "0.8")
+    with Engine.open(out, sparsity="exact", threads=1) as engine:
+        assert engine.config.activation == "fatrelu" and min(engine.config.thresholds) > 0
+        for token in range(3, 203):
+            engine.forward([token])
+        computed = engine.layer_stats().computed * 192 - 16  # the always-on ones always are
+    np.testing.assert_allclose(computed / 176, 0.2, atol=0.1)
+
+
+def test_rank_0_only_fits_the_down_columns(tiny_model: Get, tmp_path: Path) -> None:
+    out = tmp_path / "x.gguf"
+    relufy_run(tiny_model("llama"), "-o", out, "--rank", 0, "--tokens", 4096, "-t", 1)
+    with open_gguf(out) as f:
+        assert ModelConfig.from_gguf(f).n_ff == (176,) * 3
+    wanted, naive = logits(tiny_model("llama"), "dense"), logits(tiny_model("llama", hidden_act="relu"), "dense")
+    assert np.square(logits(out, "dense") - wanted).mean() < np.square(naive - wanted).mean()
+
+
+@pytest.mark.parametrize("case, options", [
+    ("llama-bias", {}), ("qwen3", {}), ("mistral", {}), ("llama", {"stock": True}), ("llama", {"outtype": "q8_0"})])
+def test_other_sources(case: str, options: dict[str, Any], tiny_model: Get, tmp_path: Path) -> None:
+    out = tmp_path / "x.gguf"
+    relufy_run(tiny_model(case, **options), "-o", out, *COMMON)
+    wanted, got = logits(tiny_model(case, **options), "dense"), logits(out, "dense")
+    naive = logits(tiny_model(case, hidden_act="relu"), "dense")
+    assert np.square(got - wanted).mean() < 0.9 * np.square(naive - wanted).mean()
+
+
+@pytest.mark.parametrize("outtype", ["f16", "q8_0", "auto"])
+def test_a_sorted_source_gives_the_same_model(outtype: str, tmp_path: Path) -> None:
+    """small_models writes shuffled neurons: the same weights in stock order, and a GELU, end in the same numbers."""
+    found = []
+    for layout in ("neuron-split", "stock"):
+        spec = Spec(layout=layout, activation="gelu", biases=True, n_ff=(96, 64), n_ctx=256)
+        source = write_model(tmp_path / f"{layout}.gguf", spec)
+        fits, trace, model = fit_tokens(source, tmp_path)
+        report = relufy.Report()
+        new = relufy.relufied(model, fits, relufy._orders(trace), [0.0, 0.0], report)
+        target = relufy.split_neurons(new, outtype, report)
+        out = tmp_path / f"{layout}-{outtype}.gguf"
+        relufy.write_target(target, out, lambda name, n: None, model.release, True)
+        trace.close()
+        with open_gguf(out) as f:
+            assert ModelConfig.from_gguf(f).n_ff == (96 + 8, 64 + 8)
+            kind = f.tensors["blk.0.ffn_up_down.weight"].ggml_type
+            assert kind == {"f16": Type.F16, "q8_0": Type.Q8_0, "auto": Type.F32}[outtype]
+        found.append(logits(out, "dense"))
+    np.testing.assert_allclose(found[0], found[1], atol=0.02 if outtype == "auto" else 0.2)
+
+
+def fit_tokens(source: Path, folder: Path) -> tuple[Any, Trace, Any]:
+    """A model without vocabulary, fitted on random tokens."""
+    trace = Trace.open(source, threads=1, n_ctx=128)
+    model = relufy.load_gguf(open_gguf(source), relufy.Report())
+    contexts = np.random.default_rng(0).integers(0, 101, (20, 128)).astype(np.int32)
+    relufier = Relufier(trace, contexts, 4, Settings(8, None))
+    fits = relufy.Fits(folder, trace.config.n_ff, trace.config.n_embd, 8)
+    for layer in range(trace.config.n_layer):
+        fits[layer], report = relufier.layer(layer)
+        assert report.error < report.naive and report.always_on > 0.95
+    return fits, trace, model
+
+
+def test_half_precision_stays_half_precision(tiny_model: Get, tmp_path: Path) -> None:
+    for outtype, kind in (("f16", Type.F16), ("bf16", Type.BF16)):
+        relufy_run(tiny_model("llama", outtype), "-o", tmp_path / outtype, *COMMON)
+        with open_gguf(tmp_path / outtype) as f:
+            assert {t.ggml_type for n, t in f.tensors.items() if "ffn_gate" in n or "up_down" in n} == {kind}
+
+
+def test_a_source_that_does_not_run_as_it_is(tiny_model: Get, tmp_path: Path) -> None:
+    """Q4_1 is converted to a temporary file first, which goes again."""
+    source = tmp_path / "q4_1.gguf"
+    spec = Spec(layout="stock", activation="silu", attn=Type.F32, key=Type.Q4_1, value=Type.Q4_1)
+    with open_gguf(tiny_model("llama", stock=True)) as f:
+        write_with_vocabulary(source, f, spec)
+    relufy_run(source, "-o", tmp_path / "out.gguf", "--rank", 8, "--tokens", 2048, "-t", 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.gguf", "q4_1.gguf"]
+    with open_gguf(tmp_path / "out.gguf") as f:
+        assert f.tensors["blk.0.ffn_gate.weight"].ggml_type == Type.Q8_0
+
+
+def write_with_vocabulary(path: Path, f: Any, spec: Spec) -> None:
+    """A small model with the vocabulary of the open GGUF `f`, written as a neighbour of `path` would be."""
+    import gguf
+
+    n_vocab = f.length("tokenizer.ggml.tokens")
+    spec = Spec(**{**spec.__dict__, "n_vocab": n_vocab, "n_ctx": 512})
+    writer = gguf.GGUFWriter(path, "llama")
+    for key in f.metadata:
+        kind, element = f.types[key]
+        if key.startswith("tokenizer."):
+            value = f.metadata[key]
+            writer.add_key_value(key, value.tolist() if isinstance(value, np.ndarray) else value, kind, element)
+    for key, value in {"block_count": 2, "context_length": 512, "embedding_length": 64, "feed_forward_length": 96,
+                       "attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 16}.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    for name, (kind, values) in make_tensors(spec).items():
+        if kind == Type.F32:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# ------------------------------------------------------------------ Hugging Face folders
+
+
+@pytest.mark.parametrize("case, options", [("llama", {}), ("llama-bias", {}), ("llama-bf16", {}), ("llama-f16", {}),
+                                           ("qwen2", {})])
+def test_a_folder_comes_back_as_a_folder(case: str, options: dict[str, Any], tiny_checkpoint: Get, tmp_path: Path,
+                                         ) -> None:
+    from conftest import run_convert
+
+    source = tiny_checkpoint(case, **options)
+    folder, own, direct = tmp_path / "hf", tmp_path / "own.gguf", tmp_path / "direct.gguf"
+    relufy_run(source, "-o", folder, "--to-hf", *COMMON)
+    config = json.loads((folder / "config.json").read_text())
+    before = json.loads((source / "config.json").read_text())
+    assert config == before | {"hidden_act": "relu", "intermediate_size": 176 + 16}
+    run_convert(folder, "-o", own, "--outtype", "f32")
+    relufy_run(source, "-o", direct, "--outtype", "f32", *COMMON)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["direct.gguf", "hf", "own.gguf"]
+    np.testing.assert_allclose(logits(own, "dense"), logits(direct, "dense"), atol=1e-5 if case == "llama" else 0.3)
+    np.testing.assert_array_equal(logits(own, "exact", True), logits(own, "dense", True))
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_models_that_cannot_be(tiny_model: Get, tmp_path: Path) -> None:
+    out = tmp_path / "x.gguf"
+    assert "no gate" in relufy_error(tiny_model("opt"), "-o", out)
+    assert "activation is relu already" in relufy_error(tiny_model("relu"), "-o", out)
+    assert "activation is fatrelu already" in relufy_error(tiny_model("prosparse"), "-o", out)
+    assert "--rank 65: allowed are 0 to 64" in relufy_error(tiny_model("llama"), "-o", out, "--rank", 65)
+    assert "No such file" in relufy_error(tmp_path / "none.gguf", "-o", out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_texts_that_are_too_short(tiny_model: Get, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a few words")
+    out, text = tmp_path / "x.gguf", tmp_path / "short.txt"
+    for option in ("--text", "--held-out"):
+        said = relufy_error(tiny_model("llama"), "-o", out, option, text)
+        assert "too short: it has" in said and "are needed" in said
+    (tmp_path / "short.txt").write_text("a few words\n" * 2000)
+    assert "--tokens asks for 1000000" in relufy_error(
+        tiny_model("llama"), "-o", out, "--text", text, "--tokens", 1000000)
+
+
+@pytest.mark.parametrize("option, value", [("--sparsity", "0"), ("--sparsity", "1"), ("--sparsity", "nan"),
+                                           ("--sparsity", "-0.5"), ("--rank", "-1"), ("--rank", "1e3"),
+                                           ("--tokens", "0"), ("--outtype", "q4_k")])
+def test_wrong_usage(option: str, value: str, tiny_model: Get, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as e:
+        relufy_run(tiny_model("llama"), "-o", tmp_path / "x", f"{option}={value}")
+    assert e.value.code == 2
+
+
+def test_outputs_that_cannot_be(tiny_model: Get, tiny_checkpoint: Get, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    source = tiny_model("llama")
+    assert "exists already" in relufy_error(source, "-o", taken)
+    assert "is the source" in relufy_error(source, "-o", source, "--force")
+    assert "is a folder" in relufy_error(source, "-o", tmp_path)
+    assert "no such folder" in relufy_error(source, "-o", tmp_path / "none" / "x")
+    assert "not a Hugging Face folder" in relufy_error(source, "-o", tmp_path / "x", "--to-hf")
+    assert "is not a folder" in relufy_error(tiny_checkpoint("llama"), "-o", taken, "--to-hf", "--force")
+    assert taken.read_text() == "mine"
+
+
+def test_damaged_weights_name_the_layer(tmp_path: Path) -> None:
+    spec = Spec(activation="silu", n_ctx=256)
+    tensors = make_tensors(spec)
+    tensors["blk.1.ffn_gate.weight"][1][5, 7] = np.nan
+    with Trace.open(write_model(tmp_path / "x.gguf", spec, tensors), threads=1, n_ctx=64) as trace:
+        relufier = Relufier(trace, np.full((4, 64), 5, np.int32), 1, Settings(4, None))
+        relufier.layer(0)
+        with pytest.raises(HotcoldError, match=r"layer 1, the model's own hidden states: \d+ values are NaN"):
+            relufier.layer(1)
