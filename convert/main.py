@@ -38,7 +38,7 @@ from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 if TYPE_CHECKING:
     from hotcold.placement.pipeline import Calibration
 
-PREDICTORS = schema.PREDICTORS  # the first is the default
+PREDICTORS = ("lowrank", "mlp", "signbit", "none")  # of --calibrate; the first is the default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "with hotcold), sort them by it and train predictors; ReLU models only")
     parser.add_argument("--calibrate-tokens", metavar="N", type=_count,
                         help="with --calibrate: tokens of the text to count over (default 100000)")
-    parser.add_argument("--predictor", choices=PREDICTORS, help="with --calibrate: predictors to train (default none)")
+    parser.add_argument("--predictor", choices=PREDICTORS,
+                        help="with --calibrate: predictors to train, for --sparsity predict (default lowrank; a layer "
+                             "that they do not help goes without)")
 
 
 def run(args: argparse.Namespace) -> int:

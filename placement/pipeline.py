@@ -17,8 +17,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hotcold.convert.writer import check_name, check_space, glob_escape
 from hotcold.placement.corpus import Corpus, read_corpus
@@ -28,6 +31,9 @@ from hotcold.placement.profiling import TOKENS, profile_model, progress_bar
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf, safe_text
+
+TARGET_RECALL = 0.99  # of the magnitude, as hotcold train-predictor has it
+LEAST_TOKENS = 256    # as many samples as training wants
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Calibration:
         """
         check_name(out, force)
         with scratch_folder(out) as folder:
-            check_space(folder, (2 if self.predictor == "none" else 3) * n_bytes)
+            check_space(folder, int(2.1 * n_bytes))  # the file twice, and predictors
             split = folder / "split.gguf"
             write_split(split)
             profile = self._profile(split)
@@ -57,7 +63,7 @@ class Calibration:
             placed = folder / "sorted.gguf"
             write_sorted(split, placed, sorting, {}, force=False)
             split.unlink()
-            raise NotImplementedError
+            return self._train(placed, out, profile, force, console)
 
     def _profile(self, model: Path) -> Profile:
         samples = 0 if self.predictor == "none" else None  # only training wants them
@@ -65,9 +71,29 @@ class Calibration:
         with progress_bar("profiling") as progress:
             return profile_model(model, self.corpus, tokens=self.tokens, samples=samples, progress=progress)
 
+    def _train(self, model: Path, out: Path, profile: Profile, force: bool, console: Console) -> int:
+        from hotcold.placement.predictor_layer import Wanted
+        from hotcold.placement.train import array_module, result_table, train_predictors, write_predictors
+
+        wanted = Wanted(self.predictor, TARGET_RECALL, xp=array_module() if self.predictor == "mlp" else np)
+        columns = (TextColumn("training predictors"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=None)
+            if not console.is_terminal:
+                console.print(f"training predictors of kind {self.predictor}")
+            results, notes = train_predictors(model, profile, wanted, lambda n, of: bar.update(task, completed=n,
+                                                                                               total=of))  # fmt: skip
+        console.print(result_table(results, profile, wanted))
+        for line in notes:
+            console.print(escape(f"note: {line}"), soft_wrap=True)
+        return write_predictors(model, out, profile, results, force)
+
 
 def read_calibration(text: Path | None, tokens: int | None, predictor: str) -> Calibration:
     """Read the text (None: the bundled one) before any other work. Raises HotcoldError naming the file."""
+    if predictor != "none" and tokens is not None and tokens < LEAST_TOKENS:
+        raise HotcoldError(f"--calibrate-tokens {tokens}: predictors are trained from at least {LEAST_TOKENS} tokens: "
+                           "count over more, or --predictor none")
     corpus = read_corpus([] if text is None else [text])
     return Calibration(corpus, TOKENS if tokens is None else tokens, predictor)
 

@@ -27,7 +27,7 @@ from hotcold.runtime.facts import read_counts
 from hotcold.runtime.gguf_file import open_gguf
 
 Get = Callable[..., Path]
-CALIBRATE = ("--calibrate-tokens", "600")
+CALIBRATE = ("--calibrate-tokens", "600", "--predictor", "none")
 WORDS = "the other one, tell them in the end an hour and then that is all there was to it.\n"
 
 
@@ -98,6 +98,29 @@ def test_from_a_checkpoint_with_the_bundled_text(tiny_checkpoint: Get, tmp_path:
         assert f.metadata[schema.KEY_PROFILE_CORPUS] == "hotcold calibration text"
 
 
+@pytest.mark.parametrize("kind", [(), ("--predictor", "signbit")])
+def test_predictors_are_trained_for_the_sorted_file(
+    kind: tuple[str, ...], tiny_model: Get, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default is lowrank. The model is the sorted one in every other byte; to stock nothing of it is left."""
+    src = tiny_model("relu", stock=True, max_position_embeddings=64)
+    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", text, "--calibrate-tokens", "1500", *kind)
+    assert f"Predictors of kind {kind[1] if kind else 'lowrank'}" in capsys.readouterr().err
+    run_convert(src, "-o", tmp_path / "none.gguf", "--calibrate", text, "--calibrate-tokens", "1500", "--predictor",
+                "none")  # fmt: skip
+    with open_gguf(tmp_path / "o.gguf") as f, open_gguf(tmp_path / "none.gguf") as g:
+        config = ModelConfig.from_gguf(f)
+        assert len(config.predictors) == config.n_layer and {p.kind for p in config.predictors} <= {
+            "none", kind[1] if kind else "lowrank"}  # fmt: skip
+        for name in g.tensors:
+            np.testing.assert_array_equal(f.data(name), g.data(name), err_msg=name)
+        for name in f.tensors.keys() - g.tensors.keys():
+            assert ".ffn_pred_" in name
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["none.gguf", "o.gguf"]
+    run_convert(tmp_path / "o.gguf", "--to-stock", "-o", tmp_path / "back.gguf")
+    assert (tmp_path / "back.gguf").read_bytes() == src.read_bytes()
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -139,6 +162,8 @@ def test_options_that_do_not_go_together(tiny_model: Get, tmp_path: Path) -> Non
     assert "--predictor needs --calibrate" in refused(tmp_path, src, "--predictor", "lowrank")
     assert "--calibrate-tokens needs --calibrate" in refused(tmp_path, src, "--calibrate-tokens", "5")
     assert "--calibrate is not for --to-stock" in refused(tmp_path, src, "--calibrate", "--to-stock")
+    few = refused(tmp_path, src, "--calibrate", "--calibrate-tokens", "255")
+    assert "at least 256 tokens" in few and "--predictor none" in few
     assert "is neuron-split already" in refused(tmp_path, tiny_model("relu"), "--calibrate")
 
 
