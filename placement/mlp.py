@@ -195,8 +195,8 @@ def adapt_size(start: int, most: int, skewed: bool, attempt: Callable[[int], Tri
     """The hidden size of a layer; `attempt` trains one.
 
     PowerInfer's rule: a skewed layer shrinks while its accuracy stays at least 95 %, a layer under 95 % grows. As
-    bytes are what counts, growing ends where it reads more bytes than it saves; then smaller sizes are tried instead.
-    Of the sizes tried the one that reads the fewest bytes is taken.
+    bytes are what counts, growing ends where it reads more bytes than it saves; if it never paid, smaller sizes are
+    tried instead. Of the sizes tried (and accurate, where it shrank) the one that reads the fewest bytes is taken.
     """
     trials = [attempt(start)]
     if trials[0].accuracy < ACCURACY:
@@ -205,8 +205,8 @@ def adapt_size(start: int, most: int, skewed: bool, attempt: Callable[[int], Tri
             _walk(trials, smaller, STEP, attempt, lambda t: True, True)
     elif skewed:
         _walk(trials, smaller, STEP, attempt, lambda t: t.accuracy >= ACCURACY, False)
-    enough = [t for t in trials if t.accuracy >= ACCURACY] if skewed else []
-    return min(enough or trials, key=lambda t: t.cost)
+        return min((t for t in trials if t.accuracy >= ACCURACY), key=lambda t: t.cost)
+    return min(trials, key=lambda t: t.cost)
 
 
 def _walk(trials: list[Trial], step: Callable[[int], int], end: int, attempt: Callable[[int], Trial],

@@ -70,7 +70,8 @@ def neuron_thresholds(h: Histogram, value_cost: float, target: float) -> np.ndar
         low, high = (low, price) if found >= target * total else (price, high)
     first = _best(high * (cost[:, 0].sum() / total) * gain - cost)
     thresholds = (h.low + first * h.width).astype(np.float32)
-    thresholds[first == 0] = -ALWAYS
+    # A neuron that was a candidate on all tokens stays one on others.
+    thresholds[np.take_along_axis(cost, first[:, None], 1)[:, 0] == cost[:, 0]] = -ALWAYS
     thresholds[first == BINS] = ALWAYS
     return thresholds
 

@@ -31,7 +31,7 @@ from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, dequantize
-from hotcold.runtime.kernels import reference
+from hotcold.runtime.kernels import formats, reference
 
 MIN_SAMPLES = 256
 CELLS = 1 << 26  # tokens x neurons held per array: bounds memory where layers are wide
@@ -245,9 +245,13 @@ def _mlp(layer: _Layer, most: int, skew: float, budget: int) -> Result:
     """The hidden size by mlp.adapt_size within the budget."""
     data, split, wanted = layer.data, layer.split, layer.wanted
     n_embd, n_ff = data.x.shape[1], layer.rows.n_ff
-    limit = mlp.most_hidden(budget, n_embd, n_ff)
+    budgeted = mlp.most_hidden(budget, n_embd, n_ff)
+    # Beyond this size the net itself would read more than all the key rows it could ever save.
+    saved = layer.rows.check * n_ff * (1 - float(layer.rate.mean()))
+    paying = int(saved / ((n_embd + n_ff) * formats.Q4_0_BYTES / formats.BLOCK)) // mlp.STEP * mlp.STEP
+    limit = min(budgeted, max(mlp.STEP, paying))
     fixed = wanted.rank
-    if limit < (fixed or mlp.STEP):
+    if budgeted < (fixed or mlp.STEP):
         note = f"the budget of parameters leaves {budget}, too few for {fixed or mlp.STEP} hidden units: runs exact"
         return without(layer.rows, float(data.fired[split.test].mean()), note)
     regression = layer.regression(fixed or min(limit, most))
@@ -266,5 +270,5 @@ def _mlp(layer: _Layer, most: int, skew: float, budget: int) -> Result:
         return layer.final(attempt(fixed).result)
     start = mlp.start_size(float(layer.rate.mean()), limit)
     trial = mlp.adapt_size(start, limit, skew <= mlp.SKEWED, attempt)
-    bound = f"the budget of parameters ends the hidden size at {limit}" if trial.hidden == limit else ""
+    bound = f"the budget of parameters ends the hidden size at {budgeted}" if trial.hidden == budgeted else ""
     return layer.final(trial.result, bound)
