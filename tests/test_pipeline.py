@@ -230,6 +230,18 @@ def test_signals_while_it_profiles(number: signal.Signals, tiny_model: Get, tmp_
         assert child.returncode in (130, 143) and not list(tmp_path.iterdir())
 
 
+def test_stopped_while_it_trains(tiny_model: Get, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(model: Path, *args: Any, **options: Any) -> None:
+        assert model.name == "sorted.gguf" and not model.with_name("split.gguf").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hotcold.placement.train.train_predictors", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_convert(tiny_model("relu", stock=True, max_position_embeddings=64), "-o", tmp_path / "o.gguf",
+                    "--calibrate", text, "--calibrate-tokens", "600")  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
 def test_intermediate_files_lie_in_one_folder_beside_the_result(
     tiny_model: Get, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
