@@ -229,9 +229,9 @@ def test_a_net_learns_what_no_line_divides() -> None:
     start = mlp.beginning(regression, 32, rate, 0)
     watched = mlp.weighted(data.x[stop], data.fired[stop], data.size[stop])
     before = mlp.accuracy(start, watched)
-    settings = mlp.Settings(seed=0, epochs=25, batch=64, rate=2e-2, patience=25)
+    settings = mlp.Settings(seed=0, epochs=30, batch=64, rate=5e-2, patience=30)
     _, after = mlp.train(start, mlp.weighted(data.x[fit], data.fired[fit], data.size[fit]), watched, settings)
-    assert after > 0.9 > 0.75 > before
+    assert after > 0.95 and before < 0.75
 
 
 def test_the_same_seed_trains_the_same_net() -> None:
