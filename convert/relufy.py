@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from hotcold.convert.checkpoint import Checkpoint, open_checkpoint
 from hotcold.convert.gguf_source import load_gguf
 from hotcold.convert.main import terminable, writing_progress
-from hotcold.convert.model import StockModel
+from hotcold.convert.model import Metadata, StockModel
 from hotcold.convert.neuron_split import split_neurons
 from hotcold.convert.outtype import OUTTYPES
 from hotcold.convert.precision import Report
@@ -120,12 +120,13 @@ def run(args: argparse.Namespace) -> int:
         fits = Fits(args.outfile.absolute().parent, trace.config.n_ff, trace.config.n_embd, args.rank)
         stack.callback(fits.close)
         reports, before = _fit(args, trace, contexts, n_held_out, fits, console)
-        model = relufied(source.model, fits, _orders(trace), [r.threshold for r in reports], source.report)
-        n_fitted = contexts[:-n_held_out].size
+        thresholds = [r.threshold for r in reports]
         if args.to_hf:
-            size = _write_folder(args, source, fits, model, console)
+            size = _write_folder(args, source, fits, thresholds, console)
         else:
-            size = _write_file(args, args.outfile, model, reports, n_fitted, source.report, args.force, console)
+            model = relufied(source.model, fits, _orders(trace), thresholds, source.report)
+            metadata = relufy_metadata(args.rank, contexts[:-n_held_out].size, reports)
+            size = _write_file(args, model, metadata, source.report, console)
         trace.close()
         after = _perplexity_of_output(args, contexts[-n_held_out:], console)
     _say_result(args, console, reports, before, after, size, time.perf_counter() - began)
@@ -252,22 +253,26 @@ def _orders(trace: Trace) -> list[np.ndarray]:
     return [np.argsort(file.data(schema.block(layer, schema.FFN_NEURON_ID))) for layer in range(config.n_layer)]
 
 
-def _write_file(args: argparse.Namespace, out: Path, model: StockModel, reports: list[LayerReport], n_tokens: int,
-                report: Report, force: bool, console: Console) -> int:
+def _write_file(args: argparse.Namespace, model: StockModel, metadata: Metadata, report: Report,
+                console: Console) -> int:
     target = split_neurons(model, args.outtype, report)
-    target.metadata |= relufy_metadata(args.rank, n_tokens, reports)
+    target.metadata |= metadata
     with writing_progress(console, target.n_bytes) as progress:
-        return write_target(target, out, progress, model.release, force)
+        return write_target(target, args.outfile, progress, model.release, args.force)
 
 
-def _write_folder(args: argparse.Namespace, source: Source, fits: Fits, model: StockModel, console: Console) -> int:
+def _write_folder(args: argparse.Namespace, source: Source, fits: Fits, thresholds: list[float],
+                  console: Console) -> int:
     from hotcold.convert.hf_writer import write_folder
 
-    assert source.checkpoint is not None
-    tensors = relufied_tensors(source.checkpoint, fits, source.report)
-    keys = {"hidden_act": model.activation, "intermediate_size": model.n_ff[0]}
-    total = sum(t.n_bytes for t in tensors.values())
-    with writing_progress(console, total) as progress:
+    if source.checkpoint is None:
+        raise HotcoldError("--to-hf: the source is not a Hugging Face folder")
+    tensors, threshold = relufied_tensors(source.checkpoint, fits, thresholds, source.report)
+    keys = {"hidden_act": "fatrelu" if threshold else "relu", "intermediate_size": fits.n_ff[0] + fits.rank}
+    if threshold:
+        keys["hidden_act_param"] = threshold
+    total = sum(s.end - s.begin for name, s in source.checkpoint.stored.items() if name not in tensors)
+    with writing_progress(console, total + sum(t.n_bytes for t in tensors.values())) as progress:
         return write_folder(source.checkpoint, args.outfile, tensors, keys, progress, args.force)
 
 

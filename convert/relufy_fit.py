@@ -91,7 +91,7 @@ def ridged(gram: np.ndarray, share: float) -> np.ndarray:
 
 
 def fit_layer(equations: Equations, down: np.ndarray, up_scale: float, rank: int) -> LayerFit:
-    """Solve for D', P and Q.
+    """Solve for D', P and Q; the gate is left 0.
 
     equations: features are the values of the n_ff neurons, then bypass_input; targets are what the FFN should add.
     down: f32 [n_ff, n_embd], the columns it has now: D' is held near them. up_scale: root mean square of the up rows,
@@ -100,41 +100,29 @@ def fit_layer(equations: Equations, down: np.ndarray, up_scale: float, rank: int
     n_ff, n_embd = down.shape
     gram = equations.gram
     cross = equations.cross - gram[:, :n_ff] @ down.astype(np.float64)  # what is left to explain
+    mixed = gram[:n_ff, n_ff:]
+    # The down columns are eliminated: for any bypass B their best change is own - seen @ B.
+    factor = linalg.cho_factor(ridged(gram[:n_ff, :n_ff], DOWN_RIDGE))
+    own = linalg.cho_solve(factor, cross[:n_ff])
     if rank == 0:
-        change = linalg.solve(ridged(gram[:n_ff, :n_ff], DOWN_RIDGE), cross[:n_ff], assume_a="pos")
         empty = np.zeros((0, n_embd), np.float32)
-        return LayerFit((down + change).astype(np.float32), np.zeros(n_embd, np.float32), empty, empty)
-    penalty = np.empty(n_ff + n_embd)
-    penalty[:n_ff] = DOWN_RIDGE * np.diag(gram)[:n_ff].mean() + 1e-30
-    penalty[n_ff:] = BYPASS_RIDGE * np.diag(gram)[n_ff:].mean() + 1e-30
-    penalized = gram.copy()
-    penalized[np.diag_indices_from(gram)] += penalty
-    full = linalg.solve(penalized, cross, assume_a="pos")
-    if rank >= n_embd:
-        p, solution = np.eye(n_embd), full
-    else:
-        p = principal_inputs(full[n_ff:], gram[n_ff:, n_ff:], rank)
-        solution = _restricted(penalized, cross, p, n_ff)
-    up, hot_down = balanced(p, solution[n_ff:], up_scale)
-    return LayerFit((down + solution[:n_ff]).astype(np.float32), np.zeros(n_embd, np.float32), up, hot_down)
+        return LayerFit((down + own).astype(np.float32), np.zeros(n_embd, np.float32), empty, empty)
+    seen = linalg.cho_solve(factor, mixed)
+    # What is left are equations for B alone, and in their terms the loss of giving up some of B's rank.
+    left = ridged(gram[n_ff:, n_ff:], BYPASS_RIDGE) - mixed.T @ seen
+    full = linalg.solve(left, cross[n_ff:] - mixed.T @ own, assume_a="pos")
+    p, q = reduced_rank(full, left, rank)
+    up, hot_down = balanced(p, q, up_scale)
+    return LayerFit((down + own - seen @ (p @ q)).astype(np.float32), np.zeros(n_embd, np.float32), up, hot_down)
 
 
-def principal_inputs(b: np.ndarray, gram: np.ndarray, rank: int) -> np.ndarray:
-    """f64 [n_in, rank]: the directions P with which P @ Q comes nearest to the map b [n_in, n_out] on its inputs.
-
-    gram: [n_in, n_in], of the inputs. Reduced-rank regression: the principal directions of the map's outputs.
+def reduced_rank(b: np.ndarray, gram: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """P [n_in, rank], Q [rank, n_out] in float64: p @ q comes nearest to the map b [n_in, n_out] by the inner product
+    gram [n_in, n_in] of its inputs: the principal directions of its outputs.
     """
     _, v = linalg.eigh(b.T @ gram @ b)
-    return np.asarray(b @ v[:, ::-1][:, :rank])
-
-
-def _restricted(penalized: np.ndarray, cross: np.ndarray, p: np.ndarray, n_ff: int) -> np.ndarray:
-    """The solution [n_ff + rank, n_embd] when the last features are seen through p [n_embd, rank] only."""
-    mixed = penalized[:n_ff, n_ff:] @ p
-    gram = np.block([[penalized[:n_ff, :n_ff], mixed], [mixed.T, p.T @ penalized[n_ff:, n_ff:] @ p]])
-    hot = np.arange(n_ff, len(gram))
-    gram[hot, hot] += 1e-9 * gram[hot, hot] + 1e-30  # directions may be (nearly) nothing
-    return np.asarray(linalg.solve(gram, np.concatenate([cross[:n_ff], p.T @ cross[n_ff:]]), assume_a="pos"))
+    v = v[:, ::-1][:, :rank]
+    return b @ v, v.T
 
 
 def balanced(p: np.ndarray, q: np.ndarray, up_scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -97,7 +97,11 @@ class Relufier:
         down = down_columns(self.trace, layer)
         equations = self._equations(layer, targets, weights.reshape(self.n_fit, -1), gate, threshold, advance)
         up_scale = float(np.sqrt(np.mean(up_rows(self.trace, layer)**2)))
-        fit = fit_layer(equations, down, up_scale, self.settings.rank)
+        try:
+            fit = fit_layer(equations, down, up_scale, self.settings.rank)
+        except np.linalg.LinAlgError:
+            raise HotcoldError(f"layer {layer}: its activations are too far apart in size for the fit's equations: "
+                               "use more --tokens or another text") from None
         fit = LayerFit(fit.down, gate, fit.up, fit.hot_down)
         self.check(f"layer {layer}, the fit's", fit.down, fit.up, fit.hot_down)
         return fit, self._finish(layer, fit, threshold, down, targets, advance)

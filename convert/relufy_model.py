@@ -17,13 +17,15 @@ import numpy as np
 from gguf import GGUFValueType
 
 from hotcold.convert.checkpoint import Checkpoint
-from hotcold.convert.lazy import LazyTensor, QType, from_array, to_float32
+from hotcold.convert.lazy import LazyTensor, QType, from_array, scaled, to_float32
 from hotcold.convert.model import Metadata, MetaValue, StockModel, array, u32
 from hotcold.convert.precision import Report, cast
 from hotcold.convert.relufy_fit import LayerFit
 from hotcold.convert.relufy_layers import LayerReport
 from hotcold.runtime import schema
 from hotcold.runtime.kernels import formats
+
+LEAST_THRESHOLD = 2.0**-10  # of the largest: what a layer without one gets where all must have the same
 
 
 class Fits:
@@ -147,17 +149,32 @@ _PARTS = {schema.FFN_GATE: _gate, schema.FFN_UP: _up, schema.FFN_DOWN: _down, sc
           schema.FFN_UP_BIAS: _bias}
 
 
-def relufied_tensors(checkpoint: Checkpoint, fits: Fits, report: Report) -> dict[str, LazyTensor]:
-    """The new feed-forward tensors of a Hugging Face folder, by its own names and in its own types."""
+def relufied_tensors(checkpoint: Checkpoint, fits: Fits, thresholds: list[float], report: Report,
+                     ) -> tuple[dict[str, LazyTensor], float]:
+    """The new feed-forward tensors of a Hugging Face folder, by its own names and in its own types; its threshold.
+
+    config.json has one threshold for all layers. So the gates of a layer are scaled until the threshold fits, and the
+    down columns the other way.
+    """
+    common = max(thresholds)
     tensors: dict[str, LazyTensor] = {}
     for layer, n_ff in enumerate(fits.n_ff):
+        factor = common / max(thresholds[layer], LEAST_THRESHOLD * common) if common else 1.0
+        fit = fits[layer]
+        if factor != 1:
+            fit = LayerFit(fit.down / np.float32(factor), fit.gate * np.float32(factor), fit.up,
+                           fit.hot_down / np.float32(factor))
         for hf, part in _HF_PARTS.items():
             name = f"model.layers.{layer}.mlp.{hf}"
             if name in checkpoint.stored:
                 t = checkpoint.tensor(name)
-                new = _PARTS[part](t, fits[layer], np.arange(n_ff), report)
-                tensors[name] = cast(new, t.qtype, report) if t.qtype != QType.F64 else new
-    return tensors
+                own = scaled(t, factor) if factor != 1 and hf.startswith("gate") else t
+                tensors[name] = _as(_PARTS[part](own, fit, np.arange(n_ff), report), t.qtype, report)
+    return tensors, common
+
+
+def _as(t: LazyTensor, qtype: QType, report: Report) -> LazyTensor:
+    return t if qtype == QType.F64 else cast(t, qtype, report)
 
 
 _HF_PARTS = {

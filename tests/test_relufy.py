@@ -20,7 +20,7 @@ from hotcold.convert.relufy_fit import (
     bypass_input,
     constant_gate,
     fit_layer,
-    principal_inputs,
+    reduced_rank,
     threshold_for,
     token_weights,
 )
@@ -98,13 +98,21 @@ def test_the_threshold_switches_the_wanted_share_off() -> None:
 
 def test_neurons_make_the_linear_map_they_stand_for() -> None:
     b, x = normals(12, 3).astype(np.float64) @ normals(3, 10, seed=1), normals(200, 12, seed=2)
-    p = principal_inputs(b, (x.T @ x).astype(np.float64), 3)
-    q = np.linalg.lstsq(p, b, rcond=None)[0]
+    p, q = reduced_rank(b, (x.T @ x).astype(np.float64), 3)
     np.testing.assert_allclose(p @ q, b, atol=1e-9)  # rank 3 is all there is
     up, down = balanced(p, q, 0.05)
     assert up.shape == (3, 12) and down.shape == (3, 10)
     np.testing.assert_allclose(np.sqrt((up**2).mean(axis=1)), 0.05, rtol=1e-5)
     np.testing.assert_allclose(x @ up.T @ down, x @ b, atol=1e-4)
+
+
+def test_giving_up_rank_costs_least_where_the_inputs_are() -> None:
+    """Inputs that hardly vary in a direction make its part of the map worth little, however large it is."""
+    x = normals(500, 3) * np.array([1, 1, 0.01], np.float32)
+    b = np.diag([1.0, 2.0, 9.0])
+    p, q = reduced_rank(b, (x.T @ x).astype(np.float64), 2)
+    np.testing.assert_allclose((p @ q)[:2, :2], b[:2, :2], atol=0.05)
+    assert abs((p @ q)[2, 2]) < 0.1
 
 
 @pytest.mark.parametrize("rank", [0, 4, 12])
@@ -363,6 +371,21 @@ def test_a_folder_comes_back_as_a_folder(case: str, options: dict[str, Any], tin
     assert sorted(p.name for p in tmp_path.iterdir()) == ["direct.gguf", "hf", "own.gguf"]
     np.testing.assert_allclose(logits(own, "dense"), logits(direct, "dense"), atol=1e-5 if case == "llama" else 0.3)
     np.testing.assert_array_equal(logits(own, "exact", True), logits(own, "dense", True))
+
+
+def test_a_folder_has_one_threshold(tiny_checkpoint: Get, tmp_path: Path) -> None:
+    from conftest import run_convert
+
+    source = tiny_checkpoint("llama")
+    folder, own, direct = tmp_path / "hf", tmp_path / "own.gguf", tmp_path / "direct.gguf"
+    relufy_run(source, "-o", folder, "--to-hf", *COMMON, "--sparsity", 0.75)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["hidden_act"] == "fatrelu" and config["hidden_act_param"] > 0
+    run_convert(folder, "-o", own, "--outtype", "f32")
+    relufy_run(source, "-o", direct, "--outtype", "f32", *COMMON, "--sparsity", 0.75)
+    with open_gguf(own) as a, open_gguf(direct) as b:
+        assert len(set(a.metadata[schema.KEY_THRESHOLD])) == 1 < len(set(b.metadata[schema.KEY_THRESHOLD]))
+    np.testing.assert_allclose(logits(own, "dense"), logits(direct, "dense"), atol=0.05)
 
 
 # ------------------------------------------------------------------ what is refused
