@@ -25,6 +25,7 @@ from hotcold.convert.lazy import LazyTensor
 from hotcold.convert.model import Metadata
 from hotcold.convert.precision import BLOCK_MAX, count_not_finite
 from hotcold.convert.target import Target
+from hotcold.runtime.atomic import MARGIN, publish
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
@@ -32,7 +33,6 @@ from hotcold.runtime.tokenizer import Tokenizer
 from hotcold.runtime.vocab import P
 from hotcold.runtime.weights import load_weights
 
-MARGIN = 16 << 20  # bytes left free beside the file
 TOKENS = P + "tokens"
 
 
@@ -53,7 +53,7 @@ def write_target(target: Target, out: Path, progress: Callable[[str, int], None]
     try:
         _write(target, temporary, out, progress, release)
         _check(temporary, out, weights=True)
-        _publish(temporary, out, replace)
+        publish(temporary, out, replace)
     except FileExistsError:
         raise exists_already(out) from None
     except OSError as e:
@@ -64,7 +64,6 @@ def write_target(target: Target, out: Path, progress: Callable[[str, int], None]
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
-    _sync_folder(folder)
     return out.stat().st_size
 
 
@@ -89,21 +88,6 @@ def check_name(out: Path, replace: bool) -> None:
 def exists_already(out: Path) -> HotcoldError:
     return HotcoldError(f"{out}: exists already: use --force to replace it (llama.cpp's converter would do so without "
                         "asking) or -o for another name")
-
-
-def _publish(temporary: Path, out: Path, replace: bool) -> None:
-    """Give the complete file its name. Raises FileExistsError when the name was taken meanwhile."""
-    if replace:
-        os.replace(temporary, out)
-        return
-    try:
-        os.link(temporary, out)  # fails if there is one, which a rename does not
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if os.path.lexists(out):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out)) from None
-        os.replace(temporary, out)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -194,13 +178,3 @@ def _write_tensor(file: BinaryIO, t: LazyTensor, progress: Callable[[str, int], 
     if written != t.n_bytes:
         raise HotcoldError(f"tensor {t.name}: {written} bytes made, {t.n_bytes} planned: please report this")
     return written
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable; not every system lets a folder be opened."""
-    with suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

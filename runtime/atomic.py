@@ -59,7 +59,7 @@ def replacing(path: Path, force: bool = False, n_bytes: int = 0) -> Iterator[Bin
             yield file
             file.flush()
             os.fsync(file.fileno())
-        _publish(temporary, path, force)
+        publish(temporary, path, force)
     except FileExistsError:
         raise _exists(path) from None
     except OSError as e:
@@ -75,12 +75,13 @@ def _exists(path: Path) -> HotcoldError:
     return HotcoldError(f"{safe_text(str(path))}: exists already: use --force to replace it or give another name")
 
 
-def _publish(temporary: Path, path: Path, force: bool) -> None:
-    if force:
+def publish(temporary: Path, path: Path, replace: bool) -> None:
+    """Give a complete file its name, durably. Raises FileExistsError when the name was taken meanwhile."""
+    if replace:
         os.replace(temporary, path)
     else:
         try:
-            os.link(temporary, path)  # fails where the name was taken meanwhile, which a rename does not
+            os.link(temporary, path)  # fails where there is one, which a rename does not
         except FileExistsError:
             raise
         except OSError:  # a file system without hard links
