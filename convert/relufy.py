@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"always-on neurons per layer that repair the rest (default {RANK}, or the model's width "
                              "where that is less)")
     parser.add_argument("--sparsity", type=_share, metavar="S",
-                        help="switch off at least this share of a layer's neurons by a threshold, for example 0.75 "
-                             "(default: as ReLU leaves it)")
+                        help="share of a layer's neurons to be off, for example 0.75 (default: as many as ReLU "
+                             "alone would switch off)")
     parser.add_argument("--tokens", type=_count, metavar="N",
                         help=f"tokens of text to fit on (default {TOKENS}, or what the text has)")
     parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE",
@@ -120,11 +120,10 @@ def run(args: argparse.Namespace) -> int:
         fits = Fits(args.outfile.absolute().parent, trace.config.n_ff, trace.config.n_embd, args.rank)
         stack.callback(fits.close)
         reports, before = _fit(args, trace, contexts, n_held_out, fits, console)
-        thresholds = [r.threshold for r in reports]
         if args.to_hf:
-            size = _write_folder(args, source, fits, thresholds, console)
+            size = _write_folder(args, source, fits, console)
         else:
-            model = relufied(source.model, fits, _orders(trace), thresholds, source.report)
+            model = relufied(source.model, fits, _orders(trace), source.report)
             metadata = relufy_metadata(args.rank, contexts[:-n_held_out].size, reports)
             size = _write_file(args, model, metadata, source.report, console)
         trace.close()
@@ -222,8 +221,7 @@ def _fit(args: argparse.Namespace, trace: Trace, contexts: np.ndarray, n_held_ou
     n_layer, n_fit = trace.config.n_layer, len(contexts) - n_held_out
     console.print(f"fitting {n_layer} layers on {n_fit * contexts.shape[1]} tokens, {n_held_out * contexts.shape[1]} "
                   "others judge; errors are squares, relative to what the layer should add", soft_wrap=True)
-    console.print("layer   error of ReLU alone   after the fit   neurons off   with always-on"
-                  + "   threshold" * (args.sparsity is not None))
+    console.print("layer   error of ReLU alone   after the fit   neurons off   with always-on")
     reports = []
     with _progress(console, n_layer * (2 * len(contexts) + n_fit)) as advance:
         relufier = Relufier(trace, contexts, n_held_out, Settings(args.rank, args.sparsity))
@@ -231,7 +229,7 @@ def _fit(args: argparse.Namespace, trace: Trace, contexts: np.ndarray, n_held_ou
             fits[layer], report = relufier.layer(layer, advance)
             reports.append(report)
             console.print(f"{layer:5d}   {report.naive:19.3f}   {report.error:13.3f}   {report.sparsity:11.1%}   "
-                          f"{report.overall:14.1%}" + f"   {report.threshold:9.4f}" * (args.sparsity is not None))
+                          f"{report.overall:14.1%}")
             trace.engine.file.release_pages()
         return reports, math.exp(min(700.0, relufier.held_out_nll()))
 
@@ -261,18 +259,15 @@ def _write_file(args: argparse.Namespace, model: StockModel, metadata: Metadata,
         return write_target(target, args.outfile, progress, model.release, args.force)
 
 
-def _write_folder(args: argparse.Namespace, source: Source, fits: Fits, thresholds: list[float],
-                  console: Console) -> int:
+def _write_folder(args: argparse.Namespace, source: Source, fits: Fits, console: Console) -> int:
     from hotcold.convert.hf_writer import write_folder
 
     if source.checkpoint is None:
         raise HotcoldError("--to-hf: the source is not a Hugging Face folder")
-    tensors, threshold = relufied_tensors(source.checkpoint, fits, thresholds, source.report)
-    keys = {"hidden_act": "fatrelu" if threshold else "relu", "intermediate_size": fits.n_ff[0] + fits.rank}
-    if threshold:
-        keys["hidden_act_param"] = threshold
-    total = sum(s.end - s.begin for name, s in source.checkpoint.stored.items() if name not in tensors)
-    with writing_progress(console, total + sum(t.n_bytes for t in tensors.values())) as progress:
+    tensors = relufied_tensors(source.checkpoint, fits, source.report)
+    keys = {"hidden_act": "relu", "intermediate_size": fits.n_ff[0] + fits.rank}
+    kept = sum(s.end - s.begin for name, s in source.checkpoint.stored.items() if name not in tensors)
+    with writing_progress(console, kept + sum(t.n_bytes for t in tensors.values())) as progress:
         return write_folder(source.checkpoint, args.outfile, tensors, keys, progress, args.force)
 
 

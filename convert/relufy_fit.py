@@ -1,16 +1,19 @@
-"""The arithmetic of relufication: weighted least squares, and a linear map made of always-on neurons.
+"""The arithmetic of relufication: where each neuron bends, weighted least squares, always-on neurons.
 
 In: arrays of one layer. Out: its new weights. Nothing here knows of files or models. Next: relufy_layers.py, which
 feeds it.
 
-With ReLU in place of SiLU or GELU a gated FFN loses `act(g) - relu(g)`, an even bump that is nearly constant where g
-usually is. What is lost is therefore nearly linear in the input, and two things together win most of it back:
+A gated FFN adds D @ (act(g) * u). With ReLU in place of SiLU or GELU three things together win most of it back:
 
-    y  =  D' @ (relu(g) * u)  +  Q @ (c * (P @ h))
+    D' @ (relu(g + b * c) * u)  +  Q @ (c * (P @ h)),    c = v . h, about 1 for every token
 
-D' are the down columns fitted anew. The second term is a linear map of rank R, written as R neurons that never switch
-off: their gate row v gives c = v . h, about 1 for every token, their up rows are P, their down columns Q. So the
-result is an ordinary ReLU FFN of n_ff + R neurons, and both terms are least squares: one system of equations.
+- b moves the point where a neuron switches off. A neuron that matters gets a bend that imitates act well, one that
+  does not gets one that is rarely passed: as many fire as was asked for, where they are worth most.
+- D', the down columns fitted anew: least squares.
+- The second term. What act(g) - relu(g + b) is on average, times u, is linear in the input h. A linear map of rank R
+  is R neurons that never switch off: their gate row is v, their up rows are P, their down columns Q.
+
+So the result is an ordinary ReLU FFN of n_ff + R neurons whose gate rows are g's plus b * v.
 """
 
 from __future__ import annotations
@@ -20,21 +23,29 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import linalg
 
+from hotcold.runtime.kernels.reference import activate
+
 # Added to the diagonal of the equations, as a share of its mean: what holds D' and the bypass back where the text says
-# too little. Found on SmolLM2-135M with 16 to 32 thousand tokens; a factor of 3 either way hardly matters.
+# too little. Found on SmolLM2-135M with 12 to 32 thousand tokens.
 DOWN_RIDGE = 0.01
 BYPASS_RIDGE = 0.02
+ASTRAY = 10.0  # times as much where the layers before went astray, of which little can be known here
 GATE_RIDGE = 1e-3
-LEVEL = 1.0  # what the always-on gates aim at
-MARGIN = 2.0  # ... and at least this many times the layer's threshold
+# Bends to choose from, in root mean squares of the neuron's key.
+BENDS = (-2.0, -1.5, -1.2, -0.9, -0.7, -0.5, -0.35, -0.2, -0.1, 0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
+NONE = np.zeros(0, np.float32)
+COLUMNS = 256  # neurons looked at together: their arrays stay in the cache
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """New weights of a layer: `down` replaces the old columns, the other three make the always-on neurons."""
+    """New weights of a layer: `down` replaces the old columns, bend * gate is added to the old gate rows, the rest
+    makes the always-on neurons.
+    """
 
+    bend: np.ndarray  # f32 [n_ff]
     down: np.ndarray  # f32 [n_ff, n_embd], one row per neuron
-    gate: np.ndarray  # f32 [n_embd], the same for all
+    gate: np.ndarray  # f32 [n_embd], v: the same for all always-on neurons
     up: np.ndarray  # f32 [rank, n_embd]
     hot_down: np.ndarray  # f32 [rank, n_embd]
 
@@ -46,24 +57,80 @@ def token_weights(y: np.ndarray) -> np.ndarray:
     return np.asarray(weights / weights.mean(), np.float32)
 
 
-def constant_gate(h: np.ndarray, weights: np.ndarray, threshold: float = 0.0) -> np.ndarray:
-    """f32 [n_embd]: v with v . h about 1 for all rows of h [n, n_embd], or MARGIN thresholds where that is more."""
+def constant_gate(h: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """f32 [n_embd]: v with v . h about 1 for all rows of h [n, n_embd]."""
     scaled = h * np.sqrt(weights)[:, None]
     gram = (scaled.T @ scaled).astype(np.float64)
     v = linalg.solve(ridged(gram, GATE_RIDGE), scaled.T @ np.sqrt(weights).astype(np.float64), assume_a="pos")
-    return np.asarray(v * max(LEVEL, MARGIN * threshold), np.float32)
+    return np.asarray(v, np.float32)
 
 
-def bypass_input(h: np.ndarray, gate: np.ndarray, threshold: float) -> np.ndarray:
-    """f32 [n, n_embd]: what the always-on neurons make of h before their up rows: c * h, 0 where c is not above."""
-    c = h @ gate
-    return h * np.where(c > max(threshold, 0.0), c, np.float32(0))[:, None]
+def bypass_input(h: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """f32 [n, n_embd]: what the always-on neurons make of h before their up rows, c = h @ gate being their keys."""
+    return h * np.maximum(c, np.float32(0))[:, None]
 
 
-def threshold_for(keys: np.ndarray, sparsity: float) -> float:
-    """The least threshold >= 0 that at least `sparsity` of the keys do not exceed; 0 where ReLU alone does it."""
-    flat = np.sort(keys, axis=None)
-    return max(0.0, float(flat[max(0, int(np.ceil(sparsity * flat.size)) - 1)]))
+def choose_bends(keys: np.ndarray, ups: np.ndarray, c: np.ndarray, weights: np.ndarray, energy: np.ndarray,
+                 activation: str, sparsity: float | None) -> np.ndarray:
+    """f32 [n_ff]: b of every neuron, so that the error is least with at least `sparsity` of the neurons off.
+
+    keys, ups: f32 [n, n_ff] of a sample of tokens; c, weights: f32 [n]; energy: [n_ff], squared lengths of the down
+    columns. sparsity None: as many as b = 0 switches off.
+    """
+    parts = [_bend_costs(keys[:, i:i + COLUMNS], ups[:, i:i + COLUMNS], c, weights, energy[i:i + COLUMNS], activation)
+             for i in range(0, keys.shape[1], COLUMNS)]
+    costs, fires, bends = (np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
+    if sparsity is None:
+        sparsity = 1 - float(fires[BENDS.index(0.0)].mean())
+    chosen = cheapest(costs, fires, 1 - sparsity)
+    return np.asarray(np.take_along_axis(bends, chosen[None], axis=0)[0], np.float32)
+
+
+def _bend_costs(g: np.ndarray, u: np.ndarray, c: np.ndarray, weights: np.ndarray, energy: np.ndarray,
+                activation: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[bends, neurons] each: squared error of the neuron's value, share of tokens it fires for, b.
+
+    The error that is left when relu(g + b c) may be scaled (the down columns do that) and a constant times u may be
+    added (the bypass does).
+    """
+    w = weights[:, None] * u * u
+    total = w.sum(axis=0, dtype=np.float64)
+    w /= np.maximum(total, 1e-30).astype(np.float32)
+    act = np.asarray(activate(activation, g, 0.0), np.float32)
+    act -= np.einsum("ij,ij->j", w, act)
+    variance = np.einsum("ij,ij,ij->j", w, act, act)
+    unit = np.sqrt(np.einsum("ij,ij,ij->j", w, g, g))
+    weighted = w * act
+    costs, fires, bends = [], [], []
+    for bend in BENDS:
+        b = np.float32(bend) * unit
+        r = g + b * c[:, None]
+        np.maximum(r, np.float32(0), out=r)
+        fires.append(np.count_nonzero(r, axis=0) / len(r))
+        mean = np.einsum("ij,ij->j", w, r)
+        shared = np.einsum("ij,ij->j", weighted, r)
+        spread = np.maximum(np.einsum("ij,ij,ij->j", w, r, r) - mean**2, 1e-12 * np.maximum(unit, 1e-12)**2)
+        costs.append(np.maximum(variance - shared**2 / spread, 0) * total * energy)
+        bends.append(b)
+    return np.array(costs, np.float64), np.array(fires), np.array(bends)
+
+
+def cheapest(costs: np.ndarray, fires: np.ndarray, budget: float) -> np.ndarray:
+    """i64 [neurons]: the choice of each with the least sum of costs while their mean of `fires` is within the budget.
+
+    costs, fires: [choices, neurons]. By one price for firing, found by bisection; the choice that fires least for all,
+    where even that is over the budget.
+    """
+    chosen = fires.argmin(axis=0)
+    low, high = 0.0, 1e3 * float(costs.max(initial=0.0)) + 1e-30
+    for _ in range(100):
+        price = high / 2 if low == 0 and high > 1e-30 else (low * high) ** 0.5
+        found = (costs + price * fires).argmin(axis=0)
+        if np.take_along_axis(fires, found[None], axis=0).mean() <= budget:
+            chosen, high = found, price
+        else:
+            low = price
+    return chosen
 
 
 class Equations:
@@ -91,29 +158,47 @@ def ridged(gram: np.ndarray, share: float) -> np.ndarray:
 
 
 def fit_layer(equations: Equations, down: np.ndarray, up_scale: float, rank: int) -> LayerFit:
-    """Solve for D', P and Q; the gate is left 0.
+    """Solve for D', P and Q; bend and gate are left empty.
 
-    equations: features are the values of the n_ff neurons, then bypass_input; targets are what the FFN should add.
-    down: f32 [n_ff, n_embd], the columns it has now: D' is held near them. up_scale: root mean square of the up rows,
-    which the new ones get too. rank 0: only D'.
+    equations: features are the values of the n_ff neurons, then bypass_input; targets are what the old FFN would add,
+    then [n, n_embd] what is missing besides. down: f32 [n_ff, n_embd], the columns it has now: D' is held near them.
+    up_scale: root mean square of the up rows, which the new ones get too. rank 0: only D'.
     """
     n_ff, n_embd = down.shape
-    gram = equations.gram
-    cross = equations.cross - gram[:, :n_ff] @ down.astype(np.float64)  # what is left to explain
-    mixed = gram[:n_ff, n_ff:]
-    # The down columns are eliminated: for any bypass B their best change is own - seen @ B.
-    factor = linalg.cho_factor(ridged(gram[:n_ff, :n_ff], DOWN_RIDGE))
-    own = linalg.cho_solve(factor, cross[:n_ff])
+    gram, cross = equations.gram, equations.cross
+    lost = cross[:, :n_embd] - gram[:, :n_ff] @ down.astype(np.float64)  # by the change of activation
+    repair, astray = (Elimination(gram, n_ff, ridge) for ridge in (1.0, ASTRAY))
+    change, bypass = astray.solve(cross[:, n_embd:], rank > 0)
+    own, full = repair.solve(lost, rank > 0)
     if rank == 0:
         empty = np.zeros((0, n_embd), np.float32)
-        return LayerFit((down + own).astype(np.float32), np.zeros(n_embd, np.float32), empty, empty)
-    seen = linalg.cho_solve(factor, mixed)
-    # What is left are equations for B alone, and in their terms the loss of giving up some of B's rank.
-    left = ridged(gram[n_ff:, n_ff:], BYPASS_RIDGE) - mixed.T @ seen
-    full = linalg.solve(left, cross[n_ff:] - mixed.T @ own, assume_a="pos")
-    p, q = reduced_rank(full, left, rank)
+        return LayerFit(NONE, (down + own + change).astype(np.float32), NONE, empty, empty)
+    p, q = reduced_rank(full + bypass, repair.left, rank)
+    own -= repair.seen @ (p @ q - full - bypass)
     up, hot_down = balanced(p, q, up_scale)
-    return LayerFit((down + own - seen @ (p @ q)).astype(np.float32), np.zeros(n_embd, np.float32), up, hot_down)
+    return LayerFit(NONE, (down + own + change).astype(np.float32), NONE, up, hot_down)
+
+
+class Elimination:
+    """The equations with the down columns eliminated: for a bypass B their best change is own - seen @ B.
+
+    `left` [n_embd, n_embd]: the equations for B alone, and in their terms the loss of giving up some of B's rank.
+    strength: of the ridges.
+    """
+
+    def __init__(self, gram: np.ndarray, n_ff: int, strength: float) -> None:
+        self.n_ff, self.mixed = n_ff, gram[:n_ff, n_ff:]
+        self.factor = linalg.cho_factor(ridged(gram[:n_ff, :n_ff], strength * DOWN_RIDGE))
+        self.seen = linalg.cho_solve(self.factor, self.mixed)
+        self.left = ridged(gram[n_ff:, n_ff:], strength * BYPASS_RIDGE) - self.mixed.T @ self.seen
+
+    def solve(self, cross: np.ndarray, with_bypass: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Change of the down columns [n_ff, n_out] and bypass [n_embd, n_out], whose rank is not limited."""
+        own = linalg.cho_solve(self.factor, cross[:self.n_ff])
+        if not with_bypass:
+            return own, np.zeros((len(self.left), cross.shape[1]))
+        bypass = linalg.solve(self.left, cross[self.n_ff:] - self.mixed.T @ own, assume_a="pos")
+        return own - self.seen @ bypass, bypass
 
 
 def reduced_rank(b: np.ndarray, gram: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:

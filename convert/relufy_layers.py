@@ -12,7 +12,7 @@ and what one layer needs; blocks of tokens go through the engine's own kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -21,10 +21,10 @@ from hotcold.convert.relufy_fit import (
     Equations,
     LayerFit,
     bypass_input,
+    choose_bends,
     constant_gate,
     fit_layer,
     relative_error,
-    threshold_for,
     token_weights,
 )
 from hotcold.runtime import schema
@@ -34,7 +34,7 @@ from hotcold.runtime.trace import Trace
 from hotcold.runtime.weights import Matrix
 
 GATE_TOKENS = 8192  # that the always-on gate is fitted on
-KEY_TOKENS = 2048  # whose keys choose the threshold
+BEND_TOKENS = 3072  # that the neurons' bends are chosen on
 ROWS = 2048  # tokens whose features are multiplied at once
 
 
@@ -53,7 +53,6 @@ class LayerReport:
     error: float  # after the fit
     sparsity: float  # of the old neurons
     overall: float  # with the always-on ones
-    threshold: float
     always_on: float  # share of tokens for which the always-on neurons are on
 
 
@@ -77,7 +76,7 @@ class Relufier:
         c, n_ff = self.config, max(self.config.n_ff)
         states = 4 * c.n_embd * self.contexts.size * 4  # teacher, student, targets and one temporary
         system = 4 * 8 * (n_ff + c.n_embd) ** 2
-        layer = 4 * (3 * n_ff * c.n_embd + ROWS * (2 * n_ff + 4 * c.n_embd) + KEY_TOKENS * n_ff)
+        layer = 4 * (3 * n_ff * c.n_embd + ROWS * (2 * n_ff + 4 * c.n_embd) + 2 * BEND_TOKENS * n_ff)
         needed, free = states + system + layer, psutil.virtual_memory().available
         if needed > free:
             raise HotcoldError(f"{needed / 2**30:.1f} GiB of memory are needed for {self.contexts.size} tokens and "
@@ -93,18 +92,19 @@ class Relufier:
             self.check(f"layer {layer}, {name}", states)
         targets = self._targets(layer)
         weights = token_weights(targets[:self.n_fit].reshape(-1, self.config.n_embd))
-        gate, threshold = self._gate(layer, weights.reshape(self.n_fit, -1))
+        weights = weights.reshape(self.n_fit, -1)
         down = down_columns(self.trace, layer)
-        equations = self._equations(layer, targets, weights.reshape(self.n_fit, -1), gate, threshold, advance)
+        gate, bend = self._gate(layer, weights, down)
+        equations = self._equations(layer, targets, weights, gate, bend, advance)
         up_scale = float(np.sqrt(np.mean(up_rows(self.trace, layer)**2)))
         try:
             fit = fit_layer(equations, down, up_scale, self.settings.rank)
         except np.linalg.LinAlgError:
             raise HotcoldError(f"layer {layer}: its activations are too far apart in size for the fit's equations: "
                                "use more --tokens or another text") from None
-        fit = LayerFit(fit.down, gate, fit.up, fit.hot_down)
+        fit = replace(fit, bend=bend, gate=gate)
         self.check(f"layer {layer}, the fit's", fit.down, fit.up, fit.hot_down)
-        return fit, self._finish(layer, fit, threshold, down, targets, advance)
+        return fit, self._finish(layer, fit, down, targets, advance)
 
     # ---- the two runs
 
@@ -151,51 +151,59 @@ class Relufier:
 
     # ---- the fit
 
-    def _gate(self, layer: int, weights: np.ndarray) -> tuple[np.ndarray, float]:
-        """The always-on gate row [n_embd], and the layer's threshold, from a sample of the tokens fitted on."""
+    def _gate(self, layer: int, weights: np.ndarray, down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The always-on gate row [n_embd] and the neurons' bends [n_ff], from samples of the tokens fitted on."""
+        gate = constant_gate(*self._sample(layer, GATE_TOKENS, weights, keys=False))
+        h, w, g, u = self._sample(layer, BEND_TOKENS, weights, keys=True)
+        energy = np.einsum("ij,ij->i", down, down, dtype=np.float64)
+        return gate, choose_bends(g, u, h @ gate, w, energy, self.config.activation, self.settings.sparsity)
+
+    def _sample(self, layer: int, n_tokens: int, weights: np.ndarray, keys: bool) -> tuple[np.ndarray, ...]:
+        """FFN inputs, weights and with `keys` keys and up values of about n_tokens tokens from all over the text."""
         blocks = list(self._blocks(range(self.n_fit)))
-        step = max(1, len(blocks) * self.trace.n_batch // GATE_TOKENS)
-        inputs: list[np.ndarray] = []
-        keys: list[np.ndarray] = []
-        parts: list[np.ndarray] = []
+        step = max(1, len(blocks) * self.trace.n_batch // n_tokens)
+        parts: list[tuple[np.ndarray, ...]] = []
         for index, start, n in blocks[::step]:
-            h, g, _ = self._keys(layer, index, start, n)
-            inputs.append(h.copy())
-            parts.append(weights[index, start:start + n])
-            if self.settings.sparsity is not None and sum(len(k) for k in keys) < KEY_TOKENS:
-                keys.append(g.copy())
-        threshold = 0.0 if not keys else threshold_for(np.concatenate(keys), self.settings.sparsity or 0.0)
-        gate = constant_gate(np.concatenate(inputs), np.concatenate(parts), threshold)
-        return gate, threshold
+            h, g, u = self._keys(layer, index, start, n)
+            part = (h.copy(), weights[index, start:start + n])
+            parts.append((*part, g.copy(), u.copy()) if keys else part)
+        return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
-    def _values(self, g: np.ndarray, u: np.ndarray, threshold: float, out: np.ndarray) -> None:
-        """out [n, n_ff] = what the old neurons give under the new activation."""
-        np.multiply(g, u, out=out)
-        out[g <= np.float32(threshold)] = 0
-
-    def _equations(self, layer: int, targets: np.ndarray, weights: np.ndarray, gate: np.ndarray, threshold: float,
+    def _equations(self, layer: int, targets: np.ndarray, weights: np.ndarray, gate: np.ndarray, bend: np.ndarray,
                    advance: Callable[[int], None]) -> Equations:
         n_embd, n_ff = self.config.n_embd, self.config.n_ff[layer]
         rows = max(ROWS, self.trace.n_batch)
-        equations = Equations(n_ff + n_embd, n_embd)
+        equations = Equations(n_ff + n_embd, 2 * n_embd)
         features = np.empty((rows, n_ff + n_embd), np.float32)
-        wanted, weight, filled = np.empty((rows, n_embd), np.float32), np.empty(rows, np.float32), 0
+        wanted, weight, filled = np.empty((rows, 2 * n_embd), np.float32), np.empty(rows, np.float32), 0
         for index, start, n in self._blocks(range(self.n_fit)):
             if filled + n > rows:
                 equations.add(features[:filled], wanted[:filled], weight[:filled])
                 filled = 0
             h, g, u = self._keys(layer, index, start, n)
             here = slice(filled, filled + n)
-            self._values(g, u, threshold, features[here, :n_ff])
-            features[here, n_ff:] = bypass_input(h, gate, threshold)
-            wanted[here], weight[here] = targets[index, start:start + n], weights[index, start:start + n]
+            c = h @ gate
+            new_values(g, u, c, bend, features[here, :n_ff])
+            features[here, n_ff:] = bypass_input(h, c)
+            wanted[here, :n_embd] = self._added(layer, n)
+            wanted[here, n_embd:] = targets[index, start:start + n] - wanted[here, :n_embd]
+            weight[here] = weights[index, start:start + n]
             filled += n
             if start + n == self.length:
                 advance(1)
         equations.add(features[:filled], wanted[:filled], weight[:filled])
         return equations
 
-    def _finish(self, layer: int, fit: LayerFit, threshold: float, down: np.ndarray, targets: np.ndarray,
+    def _added(self, layer: int, n: int) -> np.ndarray:
+        """f32 [n, n_embd]: what the old neurons would add to the states whose keys have just been computed."""
+        before = self.trace.x[:n].copy()
+        self.trace.values(layer, n)
+        self.trace.down(layer, n)
+        added = (self.trace.x[:n] - before) / np.float32(self.config.residual_scale)
+        bias = self._down_bias(layer)
+        return added if bias is None else added - bias
+
+    def _finish(self, layer: int, fit: LayerFit, down: np.ndarray, targets: np.ndarray,
                 advance: Callable[[int], None]) -> LayerReport:
         """Take the student past the layer; measure on the held-out contexts."""
         held_out = targets[self.n_fit:].reshape(-1, self.config.n_embd)
@@ -206,14 +214,15 @@ class Relufier:
         values = np.empty((self.trace.n_batch, n_ff), np.float32)
         for index, start, n in self._blocks(range(len(self.contexts))):
             h, g, u = self._keys(layer, index, start, n)
-            self._values(g, u, threshold, values[:n])
-            added = values[:n] @ fit.down + bypass_input(h, fit.gate, threshold) @ fit.up.T @ fit.hot_down
+            c = h @ fit.gate
+            new_values(g, u, c, fit.bend, values[:n])
+            added = values[:n] @ fit.down + bypass_input(h, c) @ fit.up.T @ fit.hot_down
             if index >= self.n_fit:
                 here, weight = targets[index, start:start + n], weights[index - self.n_fit, start:start + n]
-                naive += relative_error(values[:n] @ down, here, weight)
                 fitted += relative_error(added, here, weight)
-                off += int(np.count_nonzero(g <= np.float32(threshold)))
-                on += int(np.count_nonzero(h @ fit.gate > threshold))
+                on += int(np.count_nonzero(c > 0))
+                off += int(np.count_nonzero(g + c[:, None] * fit.bend <= 0))
+                naive += relative_error(np.maximum(g, np.float32(0)) * u @ down, here, weight)
                 rows += n
             if bias is not None:
                 added += bias
@@ -223,8 +232,8 @@ class Relufier:
         rank, always = len(fit.up), on / max(rows, 1)
         sparsity = off / max(rows * n_ff, 1)
         overall = (sparsity * n_ff + (1 - always) * rank) / (n_ff + rank)
-        return LayerReport(layer, naive[0] / max(naive[1], 1e-30), fitted[0] / max(fitted[1], 1e-30), sparsity, overall,
-                           threshold, always)
+        error_before, error = (float(sums[0] / max(sums[1], 1e-30)) for sums in (naive, fitted))
+        return LayerReport(layer, error_before, error, sparsity, overall, always)
 
     def held_out_nll(self) -> float:
         """Mean negative log likelihood of the held-out tokens under the teacher, once all layers are done."""
@@ -244,6 +253,14 @@ class Relufier:
                     continue
             raise HotcoldError(f"{what} hidden states: {np.count_nonzero(~np.isfinite(array))} values are NaN or "
                                "infinite: the weights are damaged or overflow; check the source")
+
+
+def new_values(g: np.ndarray, u: np.ndarray, c: np.ndarray, bend: np.ndarray, out: np.ndarray) -> None:
+    """out [n, n_ff] = relu(g + bend c) u: what the old neurons give from now on."""
+    np.multiply(c[:, None], bend, out=out)
+    out += g
+    np.maximum(out, np.float32(0), out=out)
+    out *= u
 
 
 def negative_log_likelihood(logits: np.ndarray, following: np.ndarray) -> np.ndarray:

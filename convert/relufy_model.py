@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGUFValueType
 
 from hotcold.convert.checkpoint import Checkpoint
-from hotcold.convert.lazy import LazyTensor, QType, from_array, scaled, to_float32
+from hotcold.convert.lazy import LazyTensor, QType, from_array, to_float32
 from hotcold.convert.model import Metadata, MetaValue, StockModel, array, u32
 from hotcold.convert.precision import Report, cast
 from hotcold.convert.relufy_fit import LayerFit
@@ -25,14 +25,13 @@ from hotcold.convert.relufy_layers import LayerReport
 from hotcold.runtime import schema
 from hotcold.runtime.kernels import formats
 
-LEAST_THRESHOLD = 2.0**-10  # of the largest: what a layer without one gets where all must have the same
-
 
 class Fits:
     """LayerFits on disk, given back as views. folder: where there is room for them."""
 
     def __init__(self, folder: Path, n_ff: tuple[int, ...], n_embd: int, rank: int) -> None:
         self.n_ff, self.n_embd, self.rank = n_ff, n_embd, rank
+        self._bends = [np.zeros(n, np.float32) for n in n_ff]
         rows = [n + 1 + 2 * rank for n in n_ff]  # down, gate, up, hot down
         self._starts = np.concatenate([[0], np.cumsum(rows)])
         self._file = tempfile.TemporaryFile(dir=folder)
@@ -47,17 +46,17 @@ class Fits:
     def __setitem__(self, layer: int, fit: LayerFit) -> None:
         down, gate, up, hot_down = self._parts(layer)
         down[:], gate[:], up[:], hot_down[:] = fit.down, fit.gate, fit.up, fit.hot_down
+        self._bends[layer] = fit.bend
 
     def __getitem__(self, layer: int) -> LayerFit:
         down, gate, up, hot_down = self._parts(layer)
-        return LayerFit(down, gate[0], up, hot_down)
+        return LayerFit(self._bends[layer], down, gate[0], up, hot_down)
 
     def close(self) -> None:
         self._file.close()
 
 
-def relufied(model: StockModel, fits: Fits, orders: list[np.ndarray], thresholds: list[float],
-             report: Report) -> StockModel:
+def relufied(model: StockModel, fits: Fits, orders: list[np.ndarray], report: Report) -> StockModel:
     """The new model. orders[l][i]: row of fits[l].down that belongs to neuron i of `model`."""
     tensors: dict[str, LazyTensor] = {}
     for name, t in model.tensors.items():
@@ -69,7 +68,7 @@ def relufied(model: StockModel, fits: Fits, orders: list[np.ndarray], thresholds
     n_ff = [n + fits.rank for n in model.n_ff]
     return replace(
         model, metadata=model.metadata | _neuron_count(model, n_ff), tensors=tensors, n_ff=n_ff,
-        activation="fatrelu" if any(thresholds) else "relu", thresholds=list(thresholds))
+        activation="relu", thresholds=[0.0] * model.n_layer)
 
 
 def _neuron_count(model: StockModel, n_ff: list[int]) -> Metadata:
@@ -88,35 +87,33 @@ def relufy_metadata(rank: int, n_tokens: int, reports: list[LayerReport]) -> Met
     }
 
 
-def extended(t: LazyTensor, rows: np.ndarray, report: Report) -> LazyTensor:
-    """`t` with float32 rows (or, of a vector, elements) behind its own.
+def extended(t: LazyTensor, rows: np.ndarray, report: Report, change: np.ndarray | None = None) -> LazyTensor:
+    """`t`, to which `change` may be added, with float32 rows (or, of a vector, elements) behind its own.
 
-    The type stays where the runtime computes with it; others are decoded, for the converter to choose.
+    The type stays where the runtime computes with it; others become Q8_0, as convert would make them.
     """
     new = from_array(t.name, rows, QType.F32, rows.shape, "new")
-    shape = (t.n_rows + len(rows), *t.shape[1:])
-    if int(t.qtype) in formats.NATIVE:
-        mine, theirs, qtype, was = t, cast(new, t.qtype, report), t.qtype, t.was
-    else:
-        mine, theirs, qtype, was = _decoded(t), new, QType.F32, None if t.qtype == QType.F64 else t.qtype
+    own = t
+    if change is not None:
+        own = replace(t, qtype=QType.F32, read_columns=None,
+                      read=lambda a, b: to_float32(t.read(a, b), t.qtype) + change[a:b])
+    native = int(t.qtype) in formats.NATIVE
+    qtype = t.qtype if native else QType.F32 if t.qtype == QType.F64 or t.shape[-1] % 32 else QType.Q8_0
+    own, new = cast(own, qtype, report), cast(new, qtype, report)
 
     def read(a: int, b: int) -> np.ndarray:
-        n = mine.n_rows
+        n = own.n_rows
         if b <= n:
-            return mine.read(a, b)
-        tail = theirs.read(max(a - n, 0), b - n)
-        return tail if a >= n else np.concatenate([mine.read(a, n), tail])
+            return own.read(a, b)
+        tail = new.read(max(a - n, 0), b - n)
+        return tail if a >= n else np.concatenate([own.read(a, n), tail])
 
-    return LazyTensor(t.name, shape, qtype, read, t.origin, was=was)
-
-
-def _decoded(t: LazyTensor) -> LazyTensor:
-    return replace(t, qtype=QType.F32, read=lambda a, b: to_float32(t.read(a, b), t.qtype), read_columns=None)
+    return LazyTensor(t.name, (t.n_rows + len(rows), *t.shape[1:]), qtype, read, t.origin)
 
 
 def _gate(t: LazyTensor, fit: LayerFit, order: np.ndarray, report: Report) -> LazyTensor:
-    del order
-    return extended(t, np.broadcast_to(fit.gate, fit.up.shape), report)
+    change = fit.bend[order][:, None] * fit.gate
+    return extended(t, np.broadcast_to(fit.gate, fit.up.shape), report, change)
 
 
 def _up(t: LazyTensor, fit: LayerFit, order: np.ndarray, report: Report) -> LazyTensor:
@@ -149,32 +146,17 @@ _PARTS = {schema.FFN_GATE: _gate, schema.FFN_UP: _up, schema.FFN_DOWN: _down, sc
           schema.FFN_UP_BIAS: _bias}
 
 
-def relufied_tensors(checkpoint: Checkpoint, fits: Fits, thresholds: list[float], report: Report,
-                     ) -> tuple[dict[str, LazyTensor], float]:
-    """The new feed-forward tensors of a Hugging Face folder, by its own names and in its own types; its threshold.
-
-    config.json has one threshold for all layers. So the gates of a layer are scaled until the threshold fits, and the
-    down columns the other way.
-    """
-    common = max(thresholds)
+def relufied_tensors(checkpoint: Checkpoint, fits: Fits, report: Report) -> dict[str, LazyTensor]:
+    """The new feed-forward tensors of a Hugging Face folder, by its own names and in its own types."""
     tensors: dict[str, LazyTensor] = {}
     for layer, n_ff in enumerate(fits.n_ff):
-        factor = common / max(thresholds[layer], LEAST_THRESHOLD * common) if common else 1.0
-        fit = fits[layer]
-        if factor != 1:
-            fit = LayerFit(fit.down / np.float32(factor), fit.gate * np.float32(factor), fit.up,
-                           fit.hot_down / np.float32(factor))
         for hf, part in _HF_PARTS.items():
             name = f"model.layers.{layer}.mlp.{hf}"
             if name in checkpoint.stored:
                 t = checkpoint.tensor(name)
-                own = scaled(t, factor) if factor != 1 and hf.startswith("gate") else t
-                tensors[name] = _as(_PARTS[part](own, fit, np.arange(n_ff), report), t.qtype, report)
-    return tensors, common
-
-
-def _as(t: LazyTensor, qtype: QType, report: Report) -> LazyTensor:
-    return t if qtype == QType.F64 else cast(t, qtype, report)
+                new = _PARTS[part](t, fits[layer], np.arange(n_ff), report)
+                tensors[name] = new if t.qtype == QType.F64 else cast(new, t.qtype, report)
+    return tensors
 
 
 _HF_PARTS = {
