@@ -34,7 +34,17 @@ GATE_RIDGE = 1e-3
 # Bends to choose from, in root mean squares of the neuron's key.
 BENDS = (-2.0, -1.5, -1.2, -0.9, -0.7, -0.5, -0.35, -0.2, -0.1, 0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 NONE = np.zeros(0, np.float32)
+LARGEST_SCALE = 3.0
 COLUMNS = 256  # neurons looked at together: their arrays stay in the cache
+
+
+@dataclass(frozen=True)
+class Bends:
+    """act(g) is about scale * relu(g + shift * c) + constant, per neuron: f32 [n_ff] each."""
+
+    shift: np.ndarray
+    scale: np.ndarray
+    constant: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -71,48 +81,47 @@ def bypass_input(h: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def choose_bends(keys: np.ndarray, ups: np.ndarray, c: np.ndarray, weights: np.ndarray, energy: np.ndarray,
-                 activation: str, sparsity: float | None) -> np.ndarray:
-    """f32 [n_ff]: b of every neuron, so that the error is least with at least `sparsity` of the neurons off.
+                 activation: str, sparsity: float | None) -> Bends:
+    """The bend of every neuron, so that the error is least with at least `sparsity` of the neurons off.
 
     keys, ups: f32 [n, n_ff] of a sample of tokens; c, weights: f32 [n]; energy: [n_ff], squared lengths of the down
     columns. sparsity None: as many as b = 0 switches off.
     """
     parts = [_bend_costs(keys[:, i:i + COLUMNS], ups[:, i:i + COLUMNS], c, weights, energy[i:i + COLUMNS], activation)
              for i in range(0, keys.shape[1], COLUMNS)]
-    costs, fires, bends = (np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
+    costs, fires, *rest = (np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
     if sparsity is None:
         sparsity = 1 - float(fires[BENDS.index(0.0)].mean())
     chosen = cheapest(costs, fires, 1 - sparsity)
-    return np.asarray(np.take_along_axis(bends, chosen[None], axis=0)[0], np.float32)
+    return Bends(*(np.take_along_axis(values, chosen[None], axis=0)[0].astype(np.float32) for values in rest))
 
 
 def _bend_costs(g: np.ndarray, u: np.ndarray, c: np.ndarray, weights: np.ndarray, energy: np.ndarray,
-                activation: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[bends, neurons] each: squared error of the neuron's value, share of tokens it fires for, b.
-
-    The error that is left when relu(g + b c) may be scaled (the down columns do that) and a constant times u may be
-    added (the bypass does).
+                activation: str) -> tuple[np.ndarray, ...]:
+    """[bends, neurons] each: squared error of the neuron's value, share of tokens it fires for, and the best shift,
+    scale and constant.
     """
     w = weights[:, None] * u * u
     total = w.sum(axis=0, dtype=np.float64)
     w /= np.maximum(total, 1e-30).astype(np.float32)
     act = np.asarray(activate(activation, g, 0.0), np.float32)
-    act -= np.einsum("ij,ij->j", w, act)
+    act_mean = np.einsum("ij,ij->j", w, act)
+    act -= act_mean
     variance = np.einsum("ij,ij,ij->j", w, act, act)
     unit = np.sqrt(np.einsum("ij,ij,ij->j", w, g, g))
     weighted = w * act
-    costs, fires, bends = [], [], []
+    found: list[tuple[np.ndarray, ...]] = []
     for bend in BENDS:
-        b = np.float32(bend) * unit
-        r = g + b * c[:, None]
+        shift = np.float32(bend) * unit
+        r = g + shift * c[:, None]
         np.maximum(r, np.float32(0), out=r)
-        fires.append(np.count_nonzero(r, axis=0) / len(r))
-        mean = np.einsum("ij,ij->j", w, r)
-        shared = np.einsum("ij,ij->j", weighted, r)
-        spread = np.maximum(np.einsum("ij,ij,ij->j", w, r, r) - mean**2, 1e-12 * np.maximum(unit, 1e-12)**2)
-        costs.append(np.maximum(variance - shared**2 / spread, 0) * total * energy)
-        bends.append(b)
-    return np.array(costs, np.float64), np.array(fires), np.array(bends)
+        mean, shared = np.einsum("ij,ij->j", w, r), np.einsum("ij,ij->j", weighted, r)
+        spread = np.einsum("ij,ij,ij->j", w, r, r) - mean**2
+        scale = np.clip(shared / np.maximum(spread, 1e-6 * np.maximum(unit, 1e-12)**2), 0, LARGEST_SCALE)
+        left = variance - 2 * scale * shared + scale**2 * np.maximum(spread, 0)
+        fires = np.count_nonzero(r, axis=0) / len(r)
+        found.append((np.maximum(left, 0) * total * energy, fires, shift, scale, act_mean - scale * mean))
+    return tuple(np.array(values, np.float64) for values in zip(*found, strict=True))
 
 
 def cheapest(costs: np.ndarray, fires: np.ndarray, budget: float) -> np.ndarray:
@@ -157,26 +166,39 @@ def ridged(gram: np.ndarray, share: float) -> np.ndarray:
     return out
 
 
-def fit_layer(equations: Equations, down: np.ndarray, up_scale: float, rank: int) -> LayerFit:
+def first_guess(bends: Bends, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """f64 [n_ff + n_embd, n_embd]: down columns and bypass as the bends alone would have them.
+
+    up, down: [n_ff, n_embd]. What is fitted is held near it: where the text says little, this remains.
+    """
+    return np.concatenate([bends.scale[:, None] * down, up.T @ (bends.constant[:, None] * down)]).astype(np.float64)
+
+
+def fit_layer(equations: Equations, guess: np.ndarray, up_scale: float, rank: int) -> LayerFit:
     """Solve for D', P and Q; bend and gate are left empty.
 
     equations: features are the values of the n_ff neurons, then bypass_input; targets are what the old FFN would add,
-    then [n, n_embd] what is missing besides. down: f32 [n_ff, n_embd], the columns it has now: D' is held near them.
-    up_scale: root mean square of the up rows, which the new ones get too. rank 0: only D'.
+    then [n, n_embd] what is missing besides. guess: of first_guess. up_scale: root mean square of the up rows, which
+    the new ones get too. rank 0: only D'.
     """
-    n_ff, n_embd = down.shape
+    n_embd = guess.shape[1]
+    n_ff = len(guess) - n_embd
     gram, cross = equations.gram, equations.cross
-    lost = cross[:, :n_embd] - gram[:, :n_ff] @ down.astype(np.float64)  # by the change of activation
+    if rank == 0:
+        guess = guess * (np.arange(len(guess)) < n_ff)[:, None]
+    lost = cross[:, :n_embd] - gram @ guess
     repair, astray = (Elimination(gram, n_ff, ridge) for ridge in (1.0, ASTRAY))
-    change, bypass = astray.solve(cross[:, n_embd:], rank > 0)
-    own, full = repair.solve(lost, rank > 0)
+    change, far = astray.solve(cross[:, n_embd:], rank > 0)
+    own, near = repair.solve(lost, rank > 0)
+    down = guess[:n_ff] + own + change
     if rank == 0:
         empty = np.zeros((0, n_embd), np.float32)
-        return LayerFit(NONE, (down + own + change).astype(np.float32), NONE, empty, empty)
-    p, q = reduced_rank(full + bypass, repair.left, rank)
-    own -= repair.seen @ (p @ q - full - bypass)
+        return LayerFit(NONE, down.astype(np.float32), NONE, empty, empty)
+    bypass = guess[n_ff:] + near + far
+    p, q = reduced_rank(bypass, repair.left, rank)
+    down -= repair.seen @ (p @ q - bypass)  # the columns make up for some of what the lower rank loses
     up, hot_down = balanced(p, q, up_scale)
-    return LayerFit(NONE, (down + own + change).astype(np.float32), NONE, up, hot_down)
+    return LayerFit(NONE, down.astype(np.float32), NONE, up, hot_down)
 
 
 class Elimination:

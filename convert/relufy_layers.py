@@ -18,11 +18,13 @@ import numpy as np
 import psutil
 
 from hotcold.convert.relufy_fit import (
+    Bends,
     Equations,
     LayerFit,
     bypass_input,
     choose_bends,
     constant_gate,
+    first_guess,
     fit_layer,
     relative_error,
     token_weights,
@@ -94,15 +96,16 @@ class Relufier:
         weights = token_weights(targets[:self.n_fit].reshape(-1, self.config.n_embd))
         weights = weights.reshape(self.n_fit, -1)
         down = down_columns(self.trace, layer)
-        gate, bend = self._gate(layer, weights, down)
-        equations = self._equations(layer, targets, weights, gate, bend, advance)
-        up_scale = float(np.sqrt(np.mean(up_rows(self.trace, layer)**2)))
+        gate, bends = self._gate(layer, weights, down)
+        equations = self._equations(layer, targets, weights, gate, bends.shift, advance)
+        up = up_rows(self.trace, layer)
+        guess, up_scale = first_guess(bends, up, down), float(np.sqrt(np.mean(up**2)))
         try:
-            fit = fit_layer(equations, down, up_scale, self.settings.rank)
+            fit = fit_layer(equations, guess, up_scale, self.settings.rank)
         except np.linalg.LinAlgError:
             raise HotcoldError(f"layer {layer}: its activations are too far apart in size for the fit's equations: "
                                "use more --tokens or another text") from None
-        fit = replace(fit, bend=bend, gate=gate)
+        fit = replace(fit, bend=bends.shift, gate=gate)
         self.check(f"layer {layer}, the fit's", fit.down, fit.up, fit.hot_down)
         return fit, self._finish(layer, fit, down, targets, advance)
 
@@ -151,8 +154,8 @@ class Relufier:
 
     # ---- the fit
 
-    def _gate(self, layer: int, weights: np.ndarray, down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The always-on gate row [n_embd] and the neurons' bends [n_ff], from samples of the tokens fitted on."""
+    def _gate(self, layer: int, weights: np.ndarray, down: np.ndarray) -> tuple[np.ndarray, Bends]:
+        """The always-on gate row [n_embd] and the neurons' bends, from samples of the tokens fitted on."""
         gate = constant_gate(*self._sample(layer, GATE_TOKENS, weights, keys=False))
         h, w, g, u = self._sample(layer, BEND_TOKENS, weights, keys=True)
         energy = np.einsum("ij,ij->i", down, down, dtype=np.float64)

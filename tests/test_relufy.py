@@ -15,12 +15,14 @@ from small_models import Reference, Spec, make_tensors, write_model
 
 from hotcold.convert import relufy
 from hotcold.convert.relufy_fit import (
+    Bends,
     Equations,
     balanced,
     bypass_input,
     cheapest,
     choose_bends,
     constant_gate,
+    first_guess,
     fit_layer,
     reduced_rank,
     token_weights,
@@ -32,6 +34,7 @@ from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.kernels import reference
 from hotcold.runtime.tokenizer import Tokenizer
 from hotcold.runtime.trace import Trace
 
@@ -93,22 +96,33 @@ def test_bends_switch_the_wanted_share_off_where_it_matters_least(sparsity: floa
     energy = np.where(np.arange(300) < 100, 100.0, 1.0)
     ones = np.ones(600, np.float32)
     bends = choose_bends(keys, ups, ones, ones, energy, "silu", sparsity)
-    off = keys + bends <= 0
+    off = keys + bends.shift <= 0
     assert off.mean() == pytest.approx(sparsity, abs=0.02) and off.mean() >= sparsity - 1e-6
     assert off[:, :100].mean() < off[:, 100:].mean() - 0.05
     natural = choose_bends(keys, ups, ones, ones, np.ones(300), "gelu", None)
-    assert (keys + natural <= 0).mean() == pytest.approx((keys <= 0).mean(), abs=0.02)
+    assert (keys + natural.shift <= 0).mean() == pytest.approx((keys <= 0).mean(), abs=0.02)
 
 
-def test_a_bend_imitates_the_activation_better_than_none() -> None:
-    """What is left of silu(g) u after scale and constant: less with the chosen bend than with relu(g)."""
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_a_bend_imitates_the_activation_better_than_none(activation: str) -> None:
+    """scale * relu(g + b) + constant is near act(g), much nearer than relu(g) with any scale and constant."""
     keys, ups, ones = normals(2000, 1) * np.float32(0.5), normals(2000, 1, seed=1), np.ones(2000, np.float32)
-    wanted = keys / (1 + np.exp(-keys)) * ups
-    left = []
-    for b in (choose_bends(keys, ups, ones, ones, np.ones(1), "silu", 0.01), np.zeros(1)):
-        columns = np.concatenate([np.maximum(keys + b, 0) * ups, ups], axis=1)
-        left.append(np.square(columns @ np.linalg.lstsq(columns, wanted, rcond=None)[0] - wanted).mean())
-    assert left[0] < 0.7 * left[1]
+    wanted = reference.activate(activation, keys, 0.0) * ups
+    bends = choose_bends(keys, ups, ones, ones, np.ones(1), activation, 0.01)
+    got = (bends.scale * np.maximum(keys + bends.shift, 0) + bends.constant) * ups
+    columns = np.concatenate([np.maximum(keys, 0) * ups, ups], axis=1)
+    best = columns @ np.linalg.lstsq(columns, wanted, rcond=None)[0]
+    assert np.square(got - wanted).mean() < 0.7 * np.square(best - wanted).mean()
+
+
+def test_the_first_guess_is_the_ffn_that_the_bends_stand_for() -> None:
+    up, down, h = normals(20, 8), normals(20, 6, seed=1), normals(50, 8, seed=2)
+    down = np.concatenate([down, normals(20, 2, seed=3)], axis=1)
+    bends = Bends(*(np.abs(normals(20, seed=seed)) for seed in (4, 5, 6)))
+    r, ones = np.maximum(normals(50, 20, seed=7), 0), np.ones(50, np.float32)
+    wanted = ((bends.scale * r + bends.constant) * (h @ up.T)) @ down
+    features = np.concatenate([r * (h @ up.T), bypass_input(h, ones)], axis=1)
+    np.testing.assert_allclose(features @ first_guess(bends, up, down), wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_cheapest_stays_within_the_budget() -> None:
@@ -159,7 +173,7 @@ def test_a_layer_is_found_again(rank: int, astray: bool) -> None:
     parts = (values @ old, targets - values @ old) if astray else (targets, np.zeros_like(targets))
     equations = Equations(n_ff + d, 2 * d)
     equations.add(np.concatenate([values, z], axis=1), np.concatenate(parts, axis=1), np.ones(n, np.float32))
-    fit = fit_layer(equations, old, 1.0, rank)
+    fit = fit_layer(equations, np.concatenate([old, np.zeros((d, d))]), 1.0, rank)
     assert fit.up.shape == fit.hot_down.shape == (rank, d)
     error = np.square(values @ fit.down + z @ fit.up.T @ fit.hot_down - targets).mean() / np.square(targets).mean()
     untouched = np.square(values @ old - targets).mean() / np.square(targets).mean()
@@ -171,7 +185,7 @@ def test_nothing_to_add_changes_nothing() -> None:
     equations = Equations(10, 8)
     targets = np.concatenate([values @ old, np.zeros((500, 4), np.float32)], axis=1)
     equations.add(np.concatenate([values, z], axis=1), targets, np.ones(500, np.float32))
-    fit = fit_layer(equations, old, 1.0, 2)
+    fit = fit_layer(equations, np.concatenate([old, np.zeros((4, 4))]), 1.0, 2)
     np.testing.assert_allclose(fit.down, old, atol=1e-4)
     assert np.isfinite(fit.up).all() and np.abs(fit.up.T @ fit.hot_down).max() < 1e-3
 
