@@ -27,9 +27,9 @@ from hotcold.runtime.kernels.reference import activate
 
 # Added to the diagonal of the equations, as a share of its mean: what holds D' and the bypass back where the text says
 # too little. Found on SmolLM2-135M with 12 to 32 thousand tokens.
-DOWN_RIDGE = 0.01
-BYPASS_RIDGE = 0.02
-ASTRAY = 10.0  # times as much where the layers before went astray, of which little can be known here
+DOWN_RIDGE = 0.1
+BYPASS_RIDGE = 0.1
+ASTRAY = 3.0  # times as much where the layers before went astray, of which little can be known here
 GATE_RIDGE = 1e-3
 # Bends to choose from, in root mean squares of the neuron's key.
 BENDS = (-2.0, -1.5, -1.2, -0.9, -0.7, -0.5, -0.35, -0.2, -0.1, 0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
