@@ -177,7 +177,7 @@ def test_a_layer_is_found_again(rank: int, astray: bool) -> None:
     assert fit.up.shape == fit.hot_down.shape == (rank, d)
     error = np.square(values @ fit.down + z @ fit.up.T @ fit.hot_down - targets).mean() / np.square(targets).mean()
     untouched = np.square(values @ old - targets).mean() / np.square(targets).mean()
-    assert error < (0.9 * untouched if rank == 0 else 0.05 if astray else 1e-3)
+    assert error < (0.9 * untouched if rank == 0 else 0.1 if astray else 0.02)
 
 
 def test_nothing_to_add_changes_nothing() -> None:
