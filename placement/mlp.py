@@ -1,6 +1,6 @@
 """The trained predictor: d -> hidden -> n_ff with a ReLU between, as PowerInfer and DejaVu have it.
 
-In: FFN inputs, which neurons fired, their |value|; weights to begin with. Out: trained weights, and how many hidden
+In: FFN inputs, which neurons fired, their size; weights to begin with. Out: trained weights, and how many hidden
 units a layer needs. Next: predictor_layer.py, which calibrates them like the others.
 
 Minibatch Adam on a weighted binary cross-entropy, in float32 with NumPy, or with CuPy where the module is given. It
@@ -55,7 +55,7 @@ class Data:
 
 
 def weighted(x: np.ndarray, fired: np.ndarray, size: np.ndarray) -> Data:
-    """A firing weighs by its |value| (size f32 [n, n_ff]) in units of the mean, up to a limit; a silence 1/2."""
+    """A firing weighs by its size (f32 [n, n_ff]) in units of the mean, up to a limit; a silence 1/2."""
     mean = float(size.sum(dtype=np.float64)) / max(1, int(np.count_nonzero(fired)))
     weight = size * np.float32(1 / max(mean, 1e-20))
     weight += np.float32(0.25)

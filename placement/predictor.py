@@ -127,7 +127,7 @@ class Quality:
     """Shares; every one is defined in one place, here."""
 
     recall: float  # fired and predicted / fired
-    recall_magnitude: float  # the same weighted by |value|
+    recall_magnitude: float  # the same weighted by the length of what neurons add, |value| * |down row|
     precision: float  # fired and predicted / predicted
     density: float  # predicted / all
     active: float  # fired / all
@@ -139,7 +139,7 @@ class Quality:
 
 
 def evaluate(predictor: Predictor, x: np.ndarray, fired: np.ndarray, values: np.ndarray) -> Quality:
-    """x: f32 [n, n_embd], what the predictor reads; fired: bool [n, n_ff]; values: f32 [n, n_ff], act(key) * up."""
+    """x: f32 [n, n_embd], what the predictor reads; fired: bool [n, n_ff]; values: f32 [n, n_ff], their weight."""
     return quality(predictor.scores(x) > np.float32(predictor.threshold), fired, values)
 
 

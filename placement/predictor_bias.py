@@ -1,10 +1,10 @@
 """How high each neuron must score: the biases that read the fewest bytes at a wanted recall.
 
-In: scores of calibration tokens, which neurons fired, their |value|. Out: a threshold per neuron, and one shift for
-all. Next: lowrank.py, mlp.py, signbit.py.
+In: scores of calibration tokens, which neurons fired, their weight (predictor_layer.py: the length of what each adds).
+Out: a threshold per neuron, and one shift for all. Next: lowrank.py, mlp.py, signbit.py.
 
-Fewest bytes at a recall weighted by |value| is a Lagrangian problem that splits into neurons: with a price on missed
-magnitude, each neuron's best threshold is the one where the price of what lies above exceeds its bytes by the most.
+Fewest bytes at a weighted recall is a Lagrangian problem that splits into neurons: with a price on missed weight, each
+neuron's best threshold is the one where the price of what lies above exceeds its bytes by the most.
 The price is found by bisection. Neurons that are worth it always, or never, come out of that by themselves.
 """
 
@@ -29,7 +29,7 @@ class Histogram:
     width: np.ndarray  # f32 [n_ff]
     cells: np.ndarray  # i64 [n_ff, BINS]: tokens
     fired: np.ndarray  # i64 [n_ff, BINS]: of them fired
-    weight: np.ndarray  # f64 [n_ff, BINS]: their |value|
+    weight: np.ndarray  # f64 [n_ff, BINS]: and their weight
 
 
 def histogram(scores: np.ndarray, fired: np.ndarray, weight: np.ndarray) -> Histogram:

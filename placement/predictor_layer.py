@@ -46,7 +46,7 @@ class Wanted:
     """What to train."""
 
     kind: str
-    target: float  # recall weighted by |value|
+    target: float  # recall weighted by the length of what neurons add
     rank: int | None = None  # None: the one that reads the fewest bytes
     look_ahead: bool = False
     seed: int = 0
@@ -69,7 +69,7 @@ class Sampled:
     x: np.ndarray  # f32 [n, n_embd], what the predictor reads
     keys: np.ndarray  # f32 [n, n_ff], what a neuron fires by
     fired: np.ndarray  # bool [n, n_ff]
-    size: np.ndarray  # f32 [n, n_ff]: |value|, 0 where not fired
+    size: np.ndarray  # f32 [n, n_ff]: length of what a neuron adds, |value| * |down row|; 0 where not fired
     threshold: float  # of the keys
     signs: np.ndarray | None = None  # i32 [n_ff, words], sign planes of the key rows; signbit only
 
@@ -136,12 +136,21 @@ def label(file: GGUFFile, config: ModelConfig, layer: int, own: np.ndarray, x: n
         fired = keys > np.float32(threshold)
     else:  # fires by the value, so that is what there is to predict
         fired = size > np.float32(threshold)
-        keys = size
+        keys = size.copy()
     size[~fired] = 0
+    size *= _down_lengths(file, config, layer)
     if not np.isfinite(size).all():
         raise HotcoldError(f"{file.path}: layer {layer}: activations of the profile's samples are not finite: "
                            "the profile or the model is damaged")  # fmt: skip
     return Sampled(x, keys, fired, size, threshold)
+
+
+def _down_lengths(file: GGUFFile, config: ModelConfig, layer: int) -> np.ndarray:
+    """f32 [n_ff]: what a value of 1 adds to the residual. At the same bytes, perplexity suffers less for it."""
+    name = schema.block(layer, schema.FFN_UP_DOWN if config.gated else schema.FFN_DOWN_T)
+    rows = file.data(name)[1::2] if config.gated else file.data(name)
+    lengths: np.ndarray = np.linalg.norm(dequantize(rows, file.tensors[name].ggml_type), axis=1)
+    return lengths.astype(np.float32)
 
 
 def key_signs(file: GGUFFile, config: ModelConfig, layer: int) -> np.ndarray:

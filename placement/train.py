@@ -26,7 +26,7 @@ from rich.table import Table
 from hotcold.convert.main import terminable, writing_progress
 from hotcold.convert.model import array
 from hotcold.placement import lowrank
-from hotcold.placement.place import show
+from hotcold.placement.place import PLACEMENT_KEYS, show
 from hotcold.placement.predictor import KEYS, export, metadata, rows_of
 from hotcold.placement.predictor_layer import (
     MIN_SAMPLES,
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=schema.PREDICTORS[1:], default="lowrank",
                         help="lowrank: closed form (default); mlp: a trained net, minutes; signbit: signs only")
     parser.add_argument("--target-recall", type=_recall, default=0.99, metavar="R",
-                        help="share of the activations' magnitude to be found (default 0.99)")
+                        help="share of what neurons add, by its length, to be found (default 0.99)")
     parser.add_argument("--rank", type=_rank, metavar="N",
                         help="rank or hidden size of all layers, a multiple of 32 (default: what reads least)")
     parser.add_argument("--look-ahead", action="store_true",
@@ -144,9 +144,10 @@ def write_predictors(
     with open_gguf(model) as file:
         old = [name for name in file.tensors if name.startswith("blk.") and name.endswith(schema.PRED_TENSORS)]
     keys = metadata(predictors, [r.quality for r in results])
+    gone = [key for key in (*KEYS, *PLACEMENT_KEYS) if key not in keys]  # predictors take room that a placement needs
     keys[schema.KEY_SPARSITY] = array([float(s) for s in sparsity(profile)], GGUFValueType.FLOAT32)
     return rewrite(model, out, tensors=tensors, drop=[name for name in old if name not in tensors], metadata=keys,
-                   drop_keys=[key for key in KEYS if key not in keys], force=force, progress=progress)  # fmt: skip
+                   drop_keys=gone, force=force, progress=progress)  # fmt: skip
 
 
 def _train(file: GGUFFile, config: ModelConfig, profile: Profile, layer: int, wanted: Wanted, use: np.ndarray,
