@@ -25,11 +25,11 @@ from scipy import linalg
 
 from hotcold.runtime.kernels.reference import activate
 
-# Added to the diagonal of the equations, as a share of its mean: what holds D' and the bypass back where the text says
-# too little. Found on SmolLM2-135M with 12 to 32 thousand tokens.
-DOWN_RIDGE = 0.1
-BYPASS_RIDGE = 0.1
-ASTRAY = 3.0  # times as much where the layers before went astray, of which little can be known here
+# Added to the diagonal of the equations, as a share of its mean: what holds D' and the bypass near the first guess,
+# which is good where the text says too little. Found on SmolLM2-135M with 12 thousand tokens; a factor of 4 either way
+# hardly matters.
+DOWN_RIDGE = 1.0
+BYPASS_RIDGE = 1.0
 GATE_RIDGE = 1e-3
 # Bends to choose from, in root mean squares of the neuron's key.
 BENDS = (-2.0, -1.5, -1.2, -0.9, -0.7, -0.5, -0.35, -0.2, -0.1, 0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
@@ -177,50 +177,29 @@ def first_guess(bends: Bends, up: np.ndarray, down: np.ndarray) -> np.ndarray:
 def fit_layer(equations: Equations, guess: np.ndarray, up_scale: float, rank: int) -> LayerFit:
     """Solve for D', P and Q; bend and gate are left empty.
 
-    equations: features are the values of the n_ff neurons, then bypass_input; targets are what the old FFN would add,
-    then [n, n_embd] what is missing besides. guess: of first_guess. up_scale: root mean square of the up rows, which
-    the new ones get too. rank 0: only D'.
+    equations: features are the values of the n_ff neurons, then bypass_input; targets are what the FFN should add.
+    guess: of first_guess. up_scale: root mean square of the up rows, which the new ones get too. rank 0: only D'.
     """
     n_embd = guess.shape[1]
     n_ff = len(guess) - n_embd
-    gram, cross = equations.gram, equations.cross
+    gram, mixed = equations.gram, equations.gram[:n_ff, n_ff:]
     if rank == 0:
         guess = guess * (np.arange(len(guess)) < n_ff)[:, None]
-    lost = cross[:, :n_embd] - gram @ guess
-    repair, astray = (Elimination(gram, n_ff, ridge) for ridge in (1.0, ASTRAY))
-    change, far = astray.solve(cross[:, n_embd:], rank > 0)
-    own, near = repair.solve(lost, rank > 0)
-    down = guess[:n_ff] + own + change
+    cross = equations.cross - gram @ guess  # what is left to explain
+    # The down columns are eliminated: for any bypass B their best change is own - seen @ B.
+    factor = linalg.cho_factor(ridged(gram[:n_ff, :n_ff], DOWN_RIDGE))
+    own = linalg.cho_solve(factor, cross[:n_ff])
     if rank == 0:
         empty = np.zeros((0, n_embd), np.float32)
-        return LayerFit(NONE, down.astype(np.float32), NONE, empty, empty)
-    bypass = guess[n_ff:] + near + far
-    p, q = reduced_rank(bypass, repair.left, rank)
-    down -= repair.seen @ (p @ q - bypass)  # the columns make up for some of what the lower rank loses
+        return LayerFit(NONE, (guess[:n_ff] + own).astype(np.float32), NONE, empty, empty)
+    seen = linalg.cho_solve(factor, mixed)
+    # What is left are equations for B alone, and in their terms the loss of giving up some of B's rank.
+    left = ridged(gram[n_ff:, n_ff:], BYPASS_RIDGE) - mixed.T @ seen
+    change = linalg.solve(left, cross[n_ff:] - mixed.T @ own, assume_a="pos")
+    p, q = reduced_rank(guess[n_ff:] + change, left, rank)
+    down = guess[:n_ff] + own - seen @ (p @ q - guess[n_ff:])
     up, hot_down = balanced(p, q, up_scale)
     return LayerFit(NONE, down.astype(np.float32), NONE, up, hot_down)
-
-
-class Elimination:
-    """The equations with the down columns eliminated: for a bypass B their best change is own - seen @ B.
-
-    `left` [n_embd, n_embd]: the equations for B alone, and in their terms the loss of giving up some of B's rank.
-    strength: of the ridges.
-    """
-
-    def __init__(self, gram: np.ndarray, n_ff: int, strength: float) -> None:
-        self.n_ff, self.mixed = n_ff, gram[:n_ff, n_ff:]
-        self.factor = linalg.cho_factor(ridged(gram[:n_ff, :n_ff], strength * DOWN_RIDGE))
-        self.seen = linalg.cho_solve(self.factor, self.mixed)
-        self.left = ridged(gram[n_ff:, n_ff:], strength * BYPASS_RIDGE) - self.mixed.T @ self.seen
-
-    def solve(self, cross: np.ndarray, with_bypass: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Change of the down columns [n_ff, n_out] and bypass [n_embd, n_out], whose rank is not limited."""
-        own = linalg.cho_solve(self.factor, cross[:self.n_ff])
-        if not with_bypass:
-            return own, np.zeros((len(self.left), cross.shape[1]))
-        bypass = linalg.solve(self.left, cross[self.n_ff:] - self.mixed.T @ own, assume_a="pos")
-        return own - self.seen @ bypass, bypass
 
 
 def reduced_rank(b: np.ndarray, gram: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:

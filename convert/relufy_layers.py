@@ -176,9 +176,9 @@ class Relufier:
                    advance: Callable[[int], None]) -> Equations:
         n_embd, n_ff = self.config.n_embd, self.config.n_ff[layer]
         rows = max(ROWS, self.trace.n_batch)
-        equations = Equations(n_ff + n_embd, 2 * n_embd)
+        equations = Equations(n_ff + n_embd, n_embd)
         features = np.empty((rows, n_ff + n_embd), np.float32)
-        wanted, weight, filled = np.empty((rows, 2 * n_embd), np.float32), np.empty(rows, np.float32), 0
+        wanted, weight, filled = np.empty((rows, n_embd), np.float32), np.empty(rows, np.float32), 0
         for index, start, n in self._blocks(range(self.n_fit)):
             if filled + n > rows:
                 equations.add(features[:filled], wanted[:filled], weight[:filled])
@@ -188,23 +188,12 @@ class Relufier:
             c = h @ gate
             new_values(g, u, c, bend, features[here, :n_ff])
             features[here, n_ff:] = bypass_input(h, c)
-            wanted[here, :n_embd] = self._added(layer, n)
-            wanted[here, n_embd:] = targets[index, start:start + n] - wanted[here, :n_embd]
-            weight[here] = weights[index, start:start + n]
+            wanted[here], weight[here] = targets[index, start:start + n], weights[index, start:start + n]
             filled += n
             if start + n == self.length:
                 advance(1)
         equations.add(features[:filled], wanted[:filled], weight[:filled])
         return equations
-
-    def _added(self, layer: int, n: int) -> np.ndarray:
-        """f32 [n, n_embd]: what the old neurons would add to the states whose keys have just been computed."""
-        before = self.trace.x[:n].copy()
-        self.trace.values(layer, n)
-        self.trace.down(layer, n)
-        added = (self.trace.x[:n] - before) / np.float32(self.config.residual_scale)
-        bias = self._down_bias(layer)
-        return added if bias is None else added - bias
 
     def _finish(self, layer: int, fit: LayerFit, down: np.ndarray, targets: np.ndarray,
                 advance: Callable[[int], None]) -> LayerReport:

@@ -13,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from small_models import Reference, Spec, make_tensors, write_model
 
-from hotcold.convert import relufy
+from hotcold.convert import relufy, relufy_fit
 from hotcold.convert.relufy_fit import (
     Bends,
     Equations,
@@ -160,31 +160,30 @@ def test_giving_up_rank_costs_least_where_the_inputs_are() -> None:
     assert abs((p @ q)[2, 2]) < 0.1
 
 
-@pytest.mark.parametrize("astray", [False, True], ids=["lost", "astray"])
 @pytest.mark.parametrize("rank", [0, 4, 12])
-def test_a_layer_is_found_again(rank: int, astray: bool) -> None:
+def test_a_layer_is_found_again(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets made of other down columns and a map of rank 4: the fit finds both, as far as its rank allows."""
+    for name in ("DOWN_RIDGE", "BYPASS_RIDGE"):
+        monkeypatch.setattr(relufy_fit, name, 1e-3)
     n, n_ff, d = 4000, 20, 12
     values, z = np.maximum(normals(n, n_ff), 0), normals(n, d, seed=1)
     old = normals(n_ff, d, seed=2)
     new = old + normals(n_ff, d, seed=3)
     linear = normals(d, 4, seed=4) @ normals(4, d, seed=5)
     targets = values @ new + z @ linear
-    parts = (values @ old, targets - values @ old) if astray else (targets, np.zeros_like(targets))
-    equations = Equations(n_ff + d, 2 * d)
-    equations.add(np.concatenate([values, z], axis=1), np.concatenate(parts, axis=1), np.ones(n, np.float32))
+    equations = Equations(n_ff + d, d)
+    equations.add(np.concatenate([values, z], axis=1), targets, np.ones(n, np.float32))
     fit = fit_layer(equations, np.concatenate([old, np.zeros((d, d))]), 1.0, rank)
     assert fit.up.shape == fit.hot_down.shape == (rank, d)
     error = np.square(values @ fit.down + z @ fit.up.T @ fit.hot_down - targets).mean() / np.square(targets).mean()
     untouched = np.square(values @ old - targets).mean() / np.square(targets).mean()
-    assert error < (0.9 * untouched if rank == 0 else 0.1 if astray else 0.02)
+    assert error < (0.9 * untouched if rank == 0 else 1e-4)
 
 
 def test_nothing_to_add_changes_nothing() -> None:
     values, z, old = np.maximum(normals(500, 6), 0), normals(500, 4, seed=1), normals(6, 4, seed=2)
-    equations = Equations(10, 8)
-    targets = np.concatenate([values @ old, np.zeros((500, 4), np.float32)], axis=1)
-    equations.add(np.concatenate([values, z], axis=1), targets, np.ones(500, np.float32))
+    equations = Equations(10, 4)
+    equations.add(np.concatenate([values, z], axis=1), values @ old, np.ones(500, np.float32))
     fit = fit_layer(equations, np.concatenate([old, np.zeros((4, 4))]), 1.0, 2)
     np.testing.assert_allclose(fit.down, old, atol=1e-4)
     assert np.isfinite(fit.up).all() and np.abs(fit.up.T @ fit.hot_down).max() < 1e-3
