@@ -42,7 +42,8 @@ from hotcold.runtime.kernels import formats
 from hotcold.runtime.tokenizer import Tokenizer
 from hotcold.runtime.trace import Trace
 
-RANK, TOKENS, SEED = 256, 32768, 0
+RANK, TOKENS, SEED = 256, 24576, 0
+SPARSITY = 0.63  # more or less as many as ReLU alone switches off, but the same in all layers, which costs less
 CONTEXT = 512  # tokens of each text the model sees
 LEAST_CONTEXTS = 4  # to fit on
 HELD_OUT_TOKENS = 8192
@@ -56,9 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=_whole, metavar="R",
                         help=f"always-on neurons per layer that repair the rest (default {RANK}, or the model's width "
                              "where that is less)")
-    parser.add_argument("--sparsity", type=_share, metavar="S",
-                        help="share of a layer's neurons to be off, for example 0.75 (default: as many as ReLU "
-                             "alone would switch off)")
+    parser.add_argument("--sparsity", type=_share, default=SPARSITY, metavar="S",
+                        help=f"share of each layer's neurons to be off (default {SPARSITY}); more costs quality")
     parser.add_argument("--tokens", type=_count, metavar="N",
                         help=f"tokens of text to fit on (default {TOKENS}, or what the text has)")
     parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE",

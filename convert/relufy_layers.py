@@ -43,7 +43,7 @@ ROWS = 2048  # tokens whose features are multiplied at once
 @dataclass(frozen=True)
 class Settings:
     rank: int
-    sparsity: float | None  # wanted share of the old neurons that are off; None: as ReLU leaves it
+    sparsity: float | None  # wanted share of a layer's old neurons that are off; None: as many as ReLU switches off
 
 
 @dataclass(frozen=True)

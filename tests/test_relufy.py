@@ -219,7 +219,7 @@ def test_bad_text(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------ a tiny model from end to end
 
-COMMON = ("--rank", 16, "--tokens", 4096, "-t", 1)
+COMMON = ("--rank", 16, "--tokens", 4096, "-t", 1, "--sparsity", "0.5")
 
 
 @pytest.fixture(scope="module")
@@ -301,11 +301,12 @@ def test_a_wanted_sparsity(tiny_model: Get, tmp_path: Path, capsys: pytest.Captu
         computed = engine.layer_stats().computed * 192 - 16  # the always-on ones always are
     np.testing.assert_allclose(computed / 176, 0.2, atol=0.1)
     np.testing.assert_allclose([float(row[3].rstrip("%")) for row in rows], 80, atol=4)
+    assert sum(float(row[3].rstrip("%")) for row in rows) / 3 == pytest.approx(80, abs=2)
 
 
 def test_rank_0_only_fits_the_down_columns(tiny_model: Get, tmp_path: Path) -> None:
     out = tmp_path / "x.gguf"
-    relufy_run(tiny_model("llama"), "-o", out, "--rank", 0, "--tokens", 4096, "-t", 1)
+    relufy_run(tiny_model("llama"), "-o", out, *COMMON, "--rank", 0)
     with open_gguf(out) as f:
         assert ModelConfig.from_gguf(f).n_ff == (176,) * 3
     wanted, naive = logits(tiny_model("llama"), "dense"), logits(tiny_model("llama", hidden_act="relu"), "dense")
