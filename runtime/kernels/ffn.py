@@ -103,23 +103,43 @@ def own_candidates(o, t, n_threads, x, signs, hidden, hiddenb, scores, ids):
 
 
 @njit
+def four_ids(p):
+    """Four neurons of a list, and the next four: what is prefetched meanwhile."""
+    i0, i1, i2, i3 = load_i32(p), load_i32(p + 4), load_i32(p + 8), load_i32(p + 12)
+    n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)
+    return (i0, i1, i2, i3), (n0 - i0, n1 - i1, n2 - i2, n3 - i3)
+
+
+@njit
+def four_products(qt, w, s, bias, ids, ahead, n, x, xb):
+    """Rows `ids` of a matrix . x, plus their biases."""
+    y = dot4(qt, w + ids[0] * s, w + ids[1] * s, w + ids[2] * s, w + ids[3] * s,
+             ahead[0] * s, ahead[1] * s, ahead[2] * s, ahead[3] * s, n, x, xb)  # fmt: skip
+    if bias:
+        return (y[0] + load_f32(bias + 4 * ids[0]), y[1] + load_f32(bias + 4 * ids[1]),
+                y[2] + load_f32(bias + 4 * ids[2]), y[3] + load_f32(bias + 4 * ids[3]))  # fmt: skip
+    return y
+
+
+@njit
 def listed_keys(o, n, ids, x, xb, values):
     """values[i] = key of the i-th listed neuron."""
-    w, s = o.w, o.stride
     for i in range(0, n, 4):
-        p, v = ids + 4 * i, values + 4 * i
-        i0, i1, i2, i3 = load_i32(p), load_i32(p + 4), load_i32(p + 8), load_i32(p + 12)
-        n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)
-        y = dot4(o.qt, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
-                 (n0 - i0) * s, (n1 - i1) * s, (n2 - i2) * s, (n3 - i3) * s, o.cols, x, xb)  # fmt: skip
-        b = o.bias
-        if b:
-            y = (y[0] + load_f32(b + 4 * i0), y[1] + load_f32(b + 4 * i1),
-                 y[2] + load_f32(b + 4 * i2), y[3] + load_f32(b + 4 * i3))  # fmt: skip
-        store_f32(v, y[0])
-        store_f32(v + 4, y[1])
-        store_f32(v + 8, y[2])
-        store_f32(v + 12, y[3])
+        four, ahead = four_ids(ids + 4 * i)
+        y = four_products(o.qt, o.w, o.stride, o.bias, four, ahead, o.cols, x, xb)
+        for j, key in enumerate(y):
+            store_f32(values + 4 * (i + j), key)
+
+
+@njit
+def listed_up(o, n, ids, x, xb, values):
+    """values[i] *= up row of the i-th listed neuron . x"""
+    for i in range(0, n, 4):
+        four, ahead = four_ids(ids + 4 * i)
+        u = four_products(o.qt2, o.w2, o.stride2, o.bias2, four, ahead, o.cols, x, xb)
+        for j, up in enumerate(u):
+            at = values + 4 * (i + j)
+            store_f32(at, load_f32(at) * up)
 
 
 @njit
@@ -148,23 +168,16 @@ def keep_large(o, n, ids, values):
 
 
 @njit
-def listed_up(o, n, ids, x, xb, values):
-    """values[i] *= up row of the i-th listed neuron . x"""
-    w, s = o.w2, o.stride2
-    for i in range(0, n, 4):
-        p, c = ids + 4 * i, values + 4 * i
-        i0, i1, i2, i3 = load_i32(p), load_i32(p + 4), load_i32(p + 8), load_i32(p + 12)
-        n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)
-        u = dot4(o.qt2, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
-                 (n0 - i0) * s, (n1 - i1) * s, (n2 - i2) * s, (n3 - i3) * s, o.cols, x, xb)  # fmt: skip
-        b = o.bias2
-        if b:
-            u = (u[0] + load_f32(b + 4 * i0), u[1] + load_f32(b + 4 * i1),
-                 u[2] + load_f32(b + 4 * i2), u[3] + load_f32(b + 4 * i3))  # fmt: skip
-        store_f32(c, load_f32(c) * u[0])
-        store_f32(c + 4, load_f32(c + 4) * u[1])
-        store_f32(c + 8, load_f32(c + 8) * u[2])
-        store_f32(c + 12, load_f32(c + 12) * u[3])
+def add_rows(qt, w, s, ids, ahead, values, n, acc):
+    """acc[0:n] += values * rows `ids` of a matrix."""
+    axpy4(qt, w + ids[0] * s, w + ids[1] * s, w + ids[2] * s, w + ids[3] * s,
+          ahead[0] * s, ahead[1] * s, ahead[2] * s, ahead[3] * s,
+          values[0], values[1], values[2], values[3], n, acc)  # fmt: skip
+
+
+@njit
+def four_values(p):
+    return load_f32(p), load_f32(p + 4), load_f32(p + 8), load_f32(p + 12)
 
 
 @njit
@@ -173,28 +186,14 @@ def add_neurons(o, w2, n, ids, values, x, xb, acc):
     for i in range(0, 4 * o.cols, 64):
         store_w(acc + i, zero_w())
     for i in range(0, n, 4):
-        p, c = ids + 4 * i, values + 4 * i
-        i0, i1, i2, i3 = load_i32(p), load_i32(p + 4), load_i32(p + 8), load_i32(p + 12)
-        c0, c1, c2, c3 = load_f32(c), load_f32(c + 4), load_f32(c + 8), load_f32(c + 12)
-        n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)  # prefetched meanwhile
-        n0, n1, n2, n3 = n0 - i0, n1 - i1, n2 - i2, n3 - i3
-        w, s = w2, o.stride2
-        if w:
-            u = dot4(o.qt2, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
-                     n0 * s, n1 * s, n2 * s, n3 * s, o.cols, x, xb)  # fmt: skip
-            b = o.bias2
-            if b:
-                u = (u[0] + load_f32(b + 4 * i0), u[1] + load_f32(b + 4 * i1),
-                     u[2] + load_f32(b + 4 * i2), u[3] + load_f32(b + 4 * i3))  # fmt: skip
+        four, ahead = four_ids(ids + 4 * i)
+        c = four_values(values + 4 * i)
+        if w2:
+            u = four_products(o.qt2, w2, o.stride2, o.bias2, four, ahead, o.cols, x, xb)
             if o.act == DRELU:
                 u = max(u[0], ZERO), max(u[1], ZERO), max(u[2], ZERO), max(u[3], ZERO)
-            c0 *= u[0]
-            c1 *= u[1]
-            c2 *= u[2]
-            c3 *= u[3]
-        w, s = o.w3, o.stride3
-        axpy4(o.qt3, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
-              n0 * s, n1 * s, n2 * s, n3 * s, c0, c1, c2, c3, o.cols, acc)  # fmt: skip
+            c = c[0] * u[0], c[1] * u[1], c[2] * u[2], c[3] * u[3]
+        add_rows(o.qt3, o.w3, o.stride3, four, ahead, c, o.cols, acc)
 
 
 @njit
@@ -244,14 +243,9 @@ def active_columns(o, c0, c1, offset, x, ids, values, dst):
     pad_list(n, ids, values)
     for c in range(c0, c1, 16):
         store_w(dst + 4 * c, zero_w())
-    w, s = o.w + offset, o.stride
     for i in range(0, n, 4):
-        p, c = ids + 4 * i, values + 4 * i
-        i0, i1, i2, i3 = load_i32(p), load_i32(p + 4), load_i32(p + 8), load_i32(p + 12)
-        n0, n1, n2, n3 = load_i32(p + 16), load_i32(p + 20), load_i32(p + 24), load_i32(p + 28)
-        axpy4(o.qt, w + i0 * s, w + i1 * s, w + i2 * s, w + i3 * s,
-              (n0 - i0) * s, (n1 - i1) * s, (n2 - i2) * s, (n3 - i3) * s,
-              load_f32(c), load_f32(c + 4), load_f32(c + 8), load_f32(c + 12), c1 - c0, dst + 4 * c0)  # fmt: skip
+        four, ahead = four_ids(ids + 4 * i)
+        add_rows(o.qt, o.w + offset, o.stride, four, ahead, four_values(values + 4 * i), c1 - c0, dst + 4 * c0)
     if o.bias:
         for j in range(c0, c1):
             store_f32(dst + 4 * j, load_f32(dst + 4 * j) + load_f32(o.bias + 4 * j))
