@@ -42,7 +42,7 @@ from hotcold.runtime.kernels import formats
 from hotcold.runtime.tokenizer import Tokenizer
 from hotcold.runtime.trace import Trace
 
-RANK, TOKENS, SEED = 256, 24576, 0
+RANK, TOKENS, SEED = 256, 32768, 0
 SPARSITY = 0.63  # more or less as many as ReLU alone switches off, but the same in all layers, which costs less
 CONTEXT = 512  # tokens of each text the model sees
 LEAST_CONTEXTS = 4  # to fit on
