@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,14 @@ def test_bad_text(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ a tiny model from end to end
+
+@pytest.fixture(autouse=True, scope="module")
+def little_text() -> Iterator[None]:
+    """Less held-out text than users get: these models are tiny."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relufy, "HELD_OUT_TOKENS", 1024)
+        yield
+
 
 COMMON = ("--rank", 16, "--tokens", 4096, "-t", 1, "--sparsity", "0.5")
 
