@@ -83,7 +83,7 @@ def _predict_note(c: ModelConfig) -> str:
             "--sparsity predict: no layer of this file has a predictor that is used: hotcold train-predictor adds them"
         )
     exact = [str(layer) for layer in range(c.n_layer) if layer not in using]
-    rest = f"; exact in layers {', '.join(exact)}, where predicting reads more" if exact else ""
+    rest = f"; exact in layers {', '.join(exact)}, which have no predictor that pays" if exact else ""
     return f"sparsity: predict in {len(using)} of {c.n_layer} layers{rest}"
 
 

@@ -155,8 +155,9 @@ class Lowering:
 
     def __init__(self, plan: Plan, buffers: Buffers, many_tokens: bool) -> None:
         self.plan, self.config, self.buffers, self.many = plan, plan.config, buffers, many_tokens
+        ops = (*plan.block, *plan.token)  # predictors, which may be quantized in a model that is not, are in one only
         self.quantized = any(
-            m is not None and m.ggml_type in formats.QUANTIZED for op in plan.block for m in op.weights
+            m is not None and m.ggml_type in formats.QUANTIZED for op in ops for m in op.weights
         )  # then norms quantize their output too
 
     def area(self, name: str) -> Area:
@@ -282,7 +283,7 @@ class Lowering:
         assert value is not None
         b = self.buffers
         fields = self._from("h") | self._activation(op.layer) | {
-            "rows": self.config.n_ff[op.layer], "cols": value.cols, "sparse": self.plan.sparsity != "dense",
+            "rows": self.config.n_ff[op.layer], "cols": value.cols, "sparse": self._skips(op.layer),
             "aux": b.shared["g"].addr, "aux2": b.private["ids"], "dst": b.private["acc"], "dstb": b.private["values"],
             "private": 1,
         }  # fmt: skip
@@ -297,6 +298,12 @@ class Lowering:
             "qt2": value.ggml_type, "w2": value.addr, "stride2": bundle,
             "qt3": value.ggml_type, "w3": value.addr + value.stride, "stride3": bundle,
         }  # fmt: skip
+
+    def _skips(self, layer: int) -> bool:
+        """Whether neurons of the layer are left out: never where none is off by itself nor by a threshold."""
+        c = self.config
+        fires = c.activation in schema.SPARSE_ACTIVATIONS or c.thresholds[layer] > 0
+        return self.plan.sparsity != "dense" and fires
 
     def _predictor(self, layer: int, score: Matrix | None, bias: Matrix | None) -> dict:
         assert score is not None and bias is not None

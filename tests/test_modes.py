@@ -95,10 +95,12 @@ ONE_LAYER = [("lowrank", Type.F32), ("lowrank", Type.Q8_0), ("mlp", Type.F16), (
 
 @pytest.mark.parametrize(("name", "kind"), ONE_LAYER, ids=lambda v: v if isinstance(v, str) else v.name)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_only_candidates_are_checked(name: str, kind: Type, gated: bool, threads: int, tmp_path: Path) -> None:
-    """The same bits as the exact model in which all other neurons are off."""
-    spec = Spec(patterns=("free",), n_ff=235, n_embd=96, gated=gated, biases=True, key=Type.Q8_0)
+@pytest.mark.parametrize(("key", "threads"), [(Type.Q8_0, 1), (Type.Q8_0, 3), (Type.F32, 2), (Type.F16, 1)])
+def test_only_candidates_are_checked(
+    name: str, kind: Type, gated: bool, key: Type, threads: int, tmp_path: Path
+) -> None:
+    """The same bits as the exact model whose other neurons are off; also where only the predictor is quantized."""
+    spec = Spec(patterns=("free",), n_ff=235, n_embd=96, gated=gated, biases=True, key=key)
     path = with_predictors(tmp_path / "model.gguf", spec, [name], kind=kind, threshold=0.25)
     h = inputs(path, TOKENS[0])[0]
     scores = candidates(Reference(path), 0, h)
@@ -240,6 +242,24 @@ def test_small_values_are_left_out(activation: str, gated: bool, kind: Type, thr
         errors = np.abs(got - want).max(axis=1) / size
         assert np.median(errors) < 1e-4 and errors.max() < 0.1
         assert np.median(np.abs(block - want).max(axis=1) / size) < 1e-4
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False)])
+def test_layers_without_a_threshold_compute_everything(activation: str, gated: bool, tmp_path: Path) -> None:
+    thresholds = {schema.KEY_THRESHOLD: [0.0, 0.2, 0.0]}
+    spec = Spec(activation=activation, gated=gated, patterns=("free",) * 3, metadata=thresholds)
+    path = write_model(tmp_path / "model.gguf", spec)
+    want, _ = Reference(path, np.float32).logits(TOKENS)
+    rows = []
+    for mode in ("exact", "dense"):
+        with Engine.open(path, threads=2, kv_type="f32", sparsity=mode) as engine:
+            rows.append(np.array([engine.forward([token]) for token in TOKENS]))
+            share = engine.layer_stats().computed
+            if mode == "exact":
+                assert share[0] == share[2] == 1 and 0.05 < share[1] < 0.95
+    np.testing.assert_array_equal(rows[0].view(np.uint32), rows[1].view(np.uint32))
+    errors = np.abs(rows[0] - want).max(axis=1) / np.abs(want).max()
+    assert np.median(errors) < 1e-4 and errors.max() < 0.1
 
 
 def test_bytes_read_with_thresholds_count_up_rows(tmp_path: Path) -> None:

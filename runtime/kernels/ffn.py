@@ -206,7 +206,7 @@ def sparse_ffn(o, t, n_threads, x, xb, keys, ids, values, hidden, hiddenb, signs
         checked = own_candidates(o, t, n_threads, x, signs, hidden, hiddenb, keys, ids)
         pad_list(checked, ids, values)
         listed_keys(o, checked, ids, x, xb, values)
-        n = checked if o.magnitude else keep_above(o.threshold, checked, ids, values)
+        n = checked if o.magnitude or not o.sparse else keep_above(o.threshold, checked, ids, values)
     else:
         if o.w:
             own_keys(o, t, n_threads, x, xb, keys)
