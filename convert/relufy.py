@@ -32,9 +32,10 @@ from hotcold.convert.outtype import OUTTYPES
 from hotcold.convert.precision import Report
 from hotcold.convert.relufy_layers import LayerReport, Relufier, Settings, negative_log_likelihood
 from hotcold.convert.relufy_model import Fits, relufied, relufied_tensors, relufy_metadata
-from hotcold.convert.relufy_text import CALIBRATION, HELD_OUT, make_contexts, read_text
+from hotcold.convert.relufy_text import make_contexts
 from hotcold.convert.writer import check_name, write_target
 from hotcold.runtime import schema
+from hotcold.runtime.corpus import HELDOUT, Corpus, read_corpus
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf, safe_text
@@ -111,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     began = time.perf_counter()
     _check_output(args)
-    text = read_text(args.text, CALIBRATION)
-    held_out = read_text([args.held_out] if args.held_out else [], HELD_OUT)
+    text = read_corpus(args.text)
+    held_out = read_corpus([args.held_out or HELDOUT])
     with terminable(), ExitStack() as stack:
         source = _open_source(args, console, stack)
         trace = stack.enter_context(Trace.open(source.path, threads=args.threads, n_ctx=CONTEXT))
@@ -202,7 +203,7 @@ def _width(model: StockModel) -> int:
     return model.tensors["output_norm.weight"].n_rows
 
 
-def _contexts(args: argparse.Namespace, trace: Trace, text: str, held_out: str) -> tuple[np.ndarray, int]:
+def _contexts(args: argparse.Namespace, trace: Trace, text: Corpus, held_out: Corpus) -> tuple[np.ndarray, int]:
     """i32 [n, length] to fit on and, behind them, held-out ones; how many those are."""
     tokenizer = Tokenizer.from_gguf(trace.engine.file)
     length = min(CONTEXT, trace.engine.n_ctx)

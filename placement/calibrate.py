@@ -22,7 +22,6 @@ import psutil
 from gguf import GGUFValueType
 
 from hotcold.convert.model import array
-from hotcold.placement.corpus import HELDOUT, Contexts, cut_contexts, read_corpus
 from hotcold.placement.place import PLACEMENT_KEYS, show
 from hotcold.placement.rewrite import rewrite, split_config
 from hotcold.placement.threshold import MEASURED, allocate, error_curve
@@ -31,6 +30,7 @@ from hotcold.runtime import schema
 from hotcold.runtime.atomic import check_output
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import note
+from hotcold.runtime.corpus import HELDOUT, Contexts, cut_contexts, read_corpus
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 from hotcold.runtime.tokenizer import Tokenizer

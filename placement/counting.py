@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.placement.corpus import Contexts, sampled
 from hotcold.placement.profile import Part, Profile
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.corpus import Contexts, sampled
 from hotcold.runtime.engine import block_sizes
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile

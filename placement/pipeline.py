@@ -24,11 +24,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hotcold.convert.writer import check_name, check_space, glob_escape
-from hotcold.placement.corpus import Corpus, read_corpus
 from hotcold.placement.place import layer_table, sort_by, write_sorted
 from hotcold.placement.profile import Profile
 from hotcold.placement.profiling import TOKENS, profile_model, progress_bar
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.corpus import Corpus, read_corpus
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf, safe_text
 

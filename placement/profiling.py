@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psutil
 
-from hotcold.placement.corpus import Corpus, cut_contexts, read_corpus
 from hotcold.placement.counting import Job, default_samples
 from hotcold.placement.identity import model_id
 from hotcold.placement.profile import Profile, load_profile, merge_profiles, persistence, save_profile, skew, sparsity
@@ -27,6 +26,7 @@ from hotcold.runtime import schema
 from hotcold.runtime.atomic import check_output
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import note
+from hotcold.runtime.corpus import Corpus, cut_contexts, read_corpus
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf, safe_text
 from hotcold.runtime.threads import default_threads

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hotcold.placement.corpus import Contexts, sampled
 from hotcold.placement.threshold import Histogram, relative_error
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.corpus import Contexts, sampled
 from hotcold.runtime.engine import LOGITS_BYTES, Engine, block_sizes
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf, safe_text

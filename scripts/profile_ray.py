@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotcold.placement.corpus import Corpus, read_corpus
 from hotcold.placement.profile import Profile, merge_profiles
 from hotcold.placement.profile_file import State, write_profile
 from hotcold.placement.profiling import TOKENS, print_summary, profile_model, progress_bar
 from hotcold.runtime.atomic import check_output
+from hotcold.runtime.corpus import Corpus, read_corpus
 from hotcold.runtime.errors import HotcoldError
 
 TRIES = 3  # of a shard, beyond the first

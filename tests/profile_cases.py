@@ -13,10 +13,10 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from small_models import Reference, Spec, make_tensors, write_model
 
-from hotcold.placement.corpus import Contexts
 from hotcold.placement.counting import Counter, Job, source_positions
 from hotcold.placement.profile import Profile
 from hotcold.runtime import schema
+from hotcold.runtime.corpus import Contexts
 from hotcold.runtime.kernels import reference
 from hotcold.runtime.trace import Trace
 

@@ -16,13 +16,13 @@ from small_models import Reference, Spec, make_tensors, write_model
 from hotcold.convert.lazy import QType
 from hotcold.convert.model import array, string, u32
 from hotcold.placement.calibrate import Calibration, calibrate, default_output, summary, write_thresholds
-from hotcold.placement.corpus import Contexts
 from hotcold.placement.rewrite import rewrite
 from hotcold.placement.threshold import STEPS, Histogram, allocate, error_curve, relative_error
 from hotcold.placement.threshold_run import LayerRun, evaluate, open_with
 from hotcold.runtime import schema
 from hotcold.runtime.cli import main
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.corpus import Contexts
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.facts import read_counts

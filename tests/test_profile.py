@@ -19,7 +19,6 @@ from profile_cases import count, planted, random_contexts, recount
 from small_models import Spec, make_tensors, write_model
 
 from hotcold.placement import profile_run
-from hotcold.placement.corpus import CALIBRATION, HELDOUT, Corpus, cut_contexts, read_corpus, sampled
 from hotcold.placement.identity import model_id
 from hotcold.placement.profile import (
     Part,
@@ -36,6 +35,7 @@ from hotcold.placement.profiling import profile_model
 from hotcold.runtime import schema
 from hotcold.runtime.cli import main
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.corpus import CALIBRATION, HELDOUT, Corpus, cut_contexts, read_corpus, sampled
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.tokenizer import Tokenizer

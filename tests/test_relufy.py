@@ -28,9 +28,10 @@ from hotcold.convert.relufy_fit import (
     token_weights,
 )
 from hotcold.convert.relufy_layers import Relufier, Settings, negative_log_likelihood
-from hotcold.convert.relufy_text import make_contexts, read_text
+from hotcold.convert.relufy_text import make_contexts
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.corpus import HELDOUT, read_corpus
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
@@ -200,7 +201,7 @@ def test_negative_log_likelihood_of_huge_logits() -> None:
 def test_contexts_depend_on_the_seed_only(tiny_model: Get) -> None:
     with open_gguf(tiny_model("llama")) as f:
         tokenizer = Tokenizer.from_gguf(f)
-    text = read_text([], "calibration.txt")
+    text = read_corpus()
     first = make_contexts(text, tokenizer, 128, 1024, 2, 3, "the text")
     assert first.shape == (8, 128) and first.dtype == np.int32
     np.testing.assert_array_equal(first, make_contexts(text, tokenizer, 128, 1024, 2, 3, "the text"))
@@ -214,7 +215,7 @@ def test_bad_text(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "latin1.txt", "not UTF-8: byte 3 is 0xe9"), (tmp_path, "is a folder"),
                        (tmp_path / "none", "cannot be read"), (Path("a\0b"), "cannot be read")):
         with pytest.raises(HotcoldError, match=said):
-            read_text([path], "")
+            read_corpus([path])
 
 
 # ------------------------------------------------------------------ a tiny model from end to end
@@ -301,7 +302,7 @@ def test_a_wanted_sparsity(tiny_model: Get, tmp_path: Path, capsys: pytest.Captu
     relufy_run(tiny_model("llama"), "-o", out, *COMMON, "--sparsity", "0.8")
     rows = [line.split() for line in capsys.readouterr().err.splitlines() if line.strip()[:1].isdecimal()]
     with open_gguf(out) as f:
-        tokens = make_contexts(read_text([], "heldout.txt"), Tokenizer.from_gguf(f), 256, 256, 1, 0, "the text")[0]
+        tokens = make_contexts(read_corpus([HELDOUT]), Tokenizer.from_gguf(f), 256, 256, 1, 0, "the text")[0]
     with Engine.open(out, sparsity="exact", threads=1) as engine:
         assert engine.config.activation == "relu"
         for token in tokens:

@@ -1,6 +1,7 @@
 """Text to the contexts that are profiled: which text, in which pieces, in which order.
 
-In: text files, or the bundled texts of placement/data; a tokenizer. Out: Corpus, Contexts. Next: counting.py.
+In: text files, or the bundled texts of runtime/data; a tokenizer. Out: Corpus, Contexts. Next: placement/counting.py,
+convert/relufy_text.py.
 
 A form feed separates documents, and every file is one: no context holds the end of one and the beginning of another.
 Which contexts a run takes, and which tokens it samples, depends on nothing but the text and the numbers asked for. So
@@ -92,8 +93,8 @@ def _read(path: Path, limit: int) -> bytes:
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
         raise HotcoldError(f"{shown}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
     if len(raw) > limit:
-        raise HotcoldError(f"{shown}: more than {MAX_TEXT >> 30} GiB of text: split it, profile each part and use "
-                           "hotcold profile merge")  # fmt: skip
+        raise HotcoldError(f"{shown}: more than {MAX_TEXT >> 30} GiB of text: give a part of it; profiles of "
+                           "several parts add up with hotcold profile merge")  # fmt: skip
     return raw
 
 
@@ -108,7 +109,7 @@ def cut_contexts(corpus: Corpus, tokenizer: Tokenizer, n_ctx: int, n_tokens: int
         raise HotcoldError(f"a context of {n_ctx} tokens is too short to profile: pairs of tokens are counted")
     pieces, total = [], 0
     for document in corpus.documents:
-        ids = np.concatenate([_encode(tokenizer, piece) for piece in _pieces(document)])
+        ids = np.concatenate([_encode(tokenizer, piece) for piece in pieces_of(document, PIECE)])
         total += len(ids)
         parts = [ids[i : i + size] for i in range(0, len(ids), size)]
         pieces += [p for p in parts if len(p) >= max(2, size // SHORTEST)]
@@ -129,11 +130,11 @@ def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.asarray(tokenizer.encode(text, add_special=False), np.int32)
 
 
-def _pieces(document: str) -> Iterator[str]:
-    """A document in pieces of about PIECE characters that end with a line, where there are lines."""
+def pieces_of(document: str, size: int) -> Iterator[str]:
+    """A document in pieces of about `size` characters that end with a line, where there are lines."""
     start = 0
     while start < len(document):
-        end = start + PIECE
+        end = start + size
         if end < len(document):
             end = document.rfind("\n", start, end) + 1 or end
         yield document[start:end]
