@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -166,8 +167,8 @@ def _count_with_workers(run: Run, base: Profile | None, keeper: Keeper | None, s
                         signals: StopSignals) -> Profile:
     have = set() if base is None else set(base.parts[0].contexts.tolist())
     left = [k for k in run.job.wanted if k not in have]
-    workers = [_start(run, left[i :: run.workers], scratch.with_name(f"{scratch.name}.worker-{i + 1}"))
-               for i in range(min(run.workers, len(left)))]  # fmt: skip
+    shares = [left[i :: run.workers] for i in range(min(run.workers, len(left)))]
+    workers: list[_Worker] = []
     stopped: Stopped | None = None
     told: set[str] = set()
 
@@ -177,6 +178,13 @@ def _count_with_workers(run: Run, base: Profile | None, keeper: Keeper | None, s
             run.notify(line)
 
     try:
+        for i in range(len(shares)):
+            signals.check()
+            workers.append(_start(run, scratch.with_name(f"{scratch.name}.worker-{i + 1}")))
+        for w, share in zip(workers, shares, strict=True):
+            signals.check()
+            with suppress(OSError):  # it died: _listen() finds out
+                w.pipe.send(replace(run.job, wanted=tuple(share)))
         _listen(workers, replace(run, notify=once), signals)
     except Stopped as e:
         stopped = e
@@ -203,14 +211,24 @@ def _count_with_workers(run: Run, base: Profile | None, keeper: Keeper | None, s
     return profile
 
 
-def _start(run: Run, contexts: list[int], path: Path) -> _Worker:
+def _start(run: Run, path: Path) -> _Worker:
+    """A process that waits for its Job. What start() itself sends is small: it would hang with more, were the child
+    to die before it reads."""
     context = multiprocessing.get_context("spawn")  # fork would copy threads that are not there afterwards
     ours, theirs = context.Pipe()
-    job = replace(run.job, wanted=tuple(contexts))
     # A daemon: it does not outlive us.
-    process = context.Process(target=_work, args=(theirs, run.model, job, run.threads, path), daemon=True)
-    process.start()
-    theirs.close()
+    process = context.Process(target=_work, args=(theirs, run.model, run.threads, path), daemon=True)
+    resource_tracker.ensure_running()  # start() would, and would end the blocking of signals
+    # The terminal sends Ctrl-C to all: a child begins with it blocked, until it can ignore it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    except OSError as e:
+        ours.close()
+        raise HotcoldError(f"a worker cannot be started: {e.strerror or e}: use fewer --workers") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
     return _Worker(process, ours, path)
 
 
@@ -253,9 +271,10 @@ def _end(workers: list[_Worker]) -> None:
             _hear(w, lambda n: None, lambda line: None)
 
 
-def _work(pipe: Connection, model: Path, job: Job, threads: int | None, path: Path) -> None:
+def _work(pipe: Connection, model: Path, threads: int | None, path: Path) -> None:
     """A worker process: counts, and stops when it is told to or when nobody listens any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; ours comes through the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ours comes through the pipe
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def check() -> None:
         if pipe.poll():  # a message, or the end of the other process
@@ -269,13 +288,15 @@ def _work(pipe: Connection, model: Path, job: Job, threads: int | None, path: Pa
         with suppress(OSError):
             pipe.send(("note", line))
 
-    keeper = Keeper(path, State(wanted=len(job.wanted), shard=job.shard), force=True)
-    run = Run(model, job, threads, 1, note, tell)
+    message: tuple[str, Any] = ("done", None)
     try:
-        _count_here(run, None, keeper, check)
-        message: tuple[str, Any] = ("done", None)
-    except Stopped:
-        message = ("done", None)
+        job = pipe.recv()
+        if isinstance(job, Job):  # not "stop"
+            check()
+            keeper = Keeper(path, State(wanted=len(job.wanted), shard=job.shard), force=True)
+            _count_here(Run(model, job, threads, 1, note, tell), None, keeper, check)
+    except (Stopped, EOFError, ConnectionError):
+        pass
     except (HotcoldError, MemoryError) as e:
         message = ("error", str(e) or "not enough memory")
     with suppress(OSError):

@@ -362,6 +362,48 @@ def test_a_worker_that_fails_is_told(tmp_path: Path, model: Path, text: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+class _Dies:
+    """In place of _work: ends a worker while it reads what it is to do, as a lack of memory would."""
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return os._exit, (3,)
+
+
+def test_a_worker_that_dies_at_its_start_is_told(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a job is more than a pipe holds."""
+    monkeypatch.setattr(profile_run, "_work", _Dies())
+    corpus = Corpus("long", "0" * 64, (TEXT * 30,))
+    with pytest.raises(HotcoldError, match=r"a worker died \(exit status 3\).*fewer --workers"):
+        profile_model(model, corpus, tokens=None, n_ctx=CTX, threads=1, workers=2, out=tmp_path / "p.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_workers_start_ends_quietly(model: Path, tmp_path: Path) -> None:
+    """A terminal sends it to all processes; the children have not even begun to import."""
+    text = tmp_path / "long.txt"
+    text.write_text(TEXT * 30)
+    code = (
+        "import sys, os, signal\n"
+        "from hotcold.placement import profile_run\n"
+        "start, started = profile_run._start, []\n"
+        "def interrupted(*a):\n"
+        "    started.append(start(*a))\n"
+        "    if len(started) == 2: os.killpg(0, signal.SIGINT)\n"
+        "    return started[-1]\n"
+        "profile_run._start = interrupted\n"
+        "from hotcold.runtime.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = ["profile", str(model), "--text", str(text), "--all", "-c", str(CTX), "-t", "1", "--workers", "2"]
+    done = subprocess.run([sys.executable, "-c", code, *command, "-o", str(tmp_path / "p.gguf")], capture_output=True,
+                          text=True, start_new_session=True, timeout=120)  # fmt: skip
+    assert done.returncode == 130, done.stderr
+    assert "stopped before the first context was counted" in done.stderr and "Traceback" not in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["long.txt"]
+
+
 # --- files
 
 
