@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"share of each layer's neurons to be off (default {SPARSITY}); more costs quality")
     parser.add_argument("--tokens", type=_count, metavar="N",
                         help=f"tokens of text to fit on (default {TOKENS}, or what the text has)")
-    parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE",
-                        help="text to fit on (default: one that comes with hotcold)")
+    parser.add_argument("--text", type=Path, action="append", default=[], metavar="FILE",
+                        help="text to fit on; may be given several times (default: one that comes with hotcold)")
     parser.add_argument("--held-out", type=Path, metavar="FILE",
                         help="other text, for perplexity and errors (default: one that comes with hotcold)")
     parser.add_argument("--outtype", choices=[*OUTTYPES, "auto"], default="auto",

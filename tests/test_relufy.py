@@ -218,6 +218,14 @@ def test_bad_text(tmp_path: Path) -> None:
             read_corpus([path])
 
 
+def test_every_text_is_taken() -> None:
+    parser = argparse.ArgumentParser()
+    relufy.add_arguments(parser)
+    args = parser.parse_args(["--text", "a", "--text", "b", "SRC", "-o", "x"])
+    assert args.text == [Path("a"), Path("b")] and args.src == Path("SRC")
+    assert parser.parse_args(["SRC", "-o", "x"]).text == []
+
+
 # ------------------------------------------------------------------ a tiny model from end to end
 
 @pytest.fixture(autouse=True, scope="module")
