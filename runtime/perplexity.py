@@ -289,13 +289,14 @@ def _tokens(path: Path, tokenizer: Tokenizer) -> list[int]:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_INPUT + 1)
-        text = raw.decode("utf-8")
     except (OSError, ValueError) as e:
-        if isinstance(e, UnicodeDecodeError):
-            raise HotcoldError(f"{shown}: is not UTF-8: byte {e.start} is {raw[e.start]:#04x}") from None
         raise HotcoldError(f"{shown}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
-    if len(raw) > MAX_INPUT:
+    if len(raw) > MAX_INPUT:  # before decoding: it may be cut within a character
         raise HotcoldError(f"{shown}: is larger than {MAX_INPUT >> 20} MiB: use a part of it")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise HotcoldError(f"{shown}: is not UTF-8: byte {e.start} is {raw[e.start]:#04x}") from None
     tokens = tokenizer.encode(text.removesuffix("\n"))
     if tokenizer.add_eos and tokens and tokens[-1] == tokenizer.eos_id:
         tokens.pop()  # the text goes on, as far as the model is concerned

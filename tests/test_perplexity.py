@@ -357,6 +357,17 @@ def test_per_token_counts_neurons(tiny_model: Callable[..., Path], text: Path, t
     assert float(single[4]) == pytest.approx(float(blocks[4]), rel=1e-3)
 
 
+def test_a_text_over_the_limit_is_not_called_damaged(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading stops within its last character."""
+    monkeypatch.setattr("hotcold.runtime.perplexity.MAX_INPUT", 1 << 20)
+    long = tmp_path / "long.txt"
+    long.write_text("a" * (1 << 20) + "\u20ac", encoding="utf-8")
+    code, _, err = hotcold(capsys, tiny_model("llama"), "-f", long)
+    assert code == 1 and "long.txt: is larger than 1 MiB" in err
+
+
 def test_command_errors(tiny_model: Callable[..., Path], small: Path, text: Path, tmp_path: Path,
                         capsys: pytest.CaptureFixture[str]) -> None:
     model, base = tiny_model("llama"), tmp_path / "base"
