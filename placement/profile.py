@@ -22,6 +22,8 @@ from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, safe_text
 
+MAX_COUNT = 1 << 52  # tokens, and firings of a layer: such sums stay exact, in i64 and in f64
+
 
 @dataclass(frozen=True)
 class Part:
@@ -152,6 +154,9 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     for i, p in enumerate(profiles):
         if p.model != first.model or p.n_ff != first.n_ff:
             raise HotcoldError(f"profile {i + 1} is of another model than profile 1: only profiles of one model add up")
+    for layer in range(first.n_layer):
+        if sum(int(p.fired[layer].sum()) for p in profiles) > MAX_COUNT:
+            raise HotcoldError(f"layer {layer}: the profiles count more firings than can be added up ({MAX_COUNT})")
     parts = _merged_parts(profiles)
     order, renumbered = _sample_order(profiles, parts)
     corpus, sha256 = describe(parts)

@@ -20,7 +20,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
 from gguf import GGUFValueType as ValueType
 
-from hotcold.placement.profile import Part, Profile, offsets
+from hotcold.placement.profile import MAX_COUNT, Part, Profile, offsets
 from hotcold.runtime import schema
 from hotcold.runtime.atomic import replacing
 from hotcold.runtime.errors import GGUFError
@@ -36,7 +36,6 @@ _PART = _P + "part."  # arrays, one entry per part: .corpus .sha256 .n_ctx .tota
 
 _MAX_LAYERS = 4096
 _MAX_PARTS = 4096
-_MAX_COUNT = 1 << 52  # tokens: sums of such counts stay exact, in i64 and in f64
 _TYPES = {"fired": GGMLType.I64, "pairs": GGMLType.I64, "magnitude": GGMLType.F64}
 _CHECKED_AT_ONCE = 1 << 24  # elements
 
@@ -154,7 +153,7 @@ class _Reader:
         if self._integer(_KEY_VERSION, 1, (1 << 32) - 1) > VERSION:
             raise self._error(f"key '{_KEY_VERSION}'", "a newer version", f"up to {VERSION}: upgrade hotcold")
         n_layer = self._integer(_KEY_LAYERS, 1, _MAX_LAYERS)
-        n_tokens = self._integer(schema.KEY_PROFILE_TOKENS, 0, _MAX_COUNT)
+        n_tokens = self._integer(schema.KEY_PROFILE_TOKENS, 0, MAX_COUNT)
         n_pairs = self._integer(_KEY_PAIRS, 0, n_tokens)
         parts = self._parts()
         most = sum(len(p.contexts) * p.n_ctx for p in parts)
@@ -184,7 +183,7 @@ class _Reader:
             raise self._error(f"key '{_KEY_COMPLETE}'", "nothing, or no bool", "true or false")
         shards = self._integer(_KEY_SHARDS, 1, 1 << 32)
         done = sum(len(p.contexts) for p in parts)
-        wanted = self._integer(_KEY_WANTED, 0 if complete else done, _MAX_COUNT)
+        wanted = self._integer(_KEY_WANTED, 0 if complete else done, MAX_COUNT)
         return State(complete, wanted, (self._integer(_KEY_SHARD, 0, shards - 1), shards))
 
     def _layer(self, layer: int, n_tokens: int, n_pairs: int) -> list[np.ndarray]:
@@ -202,6 +201,11 @@ class _Reader:
                 i = int(np.flatnonzero(bad)[0])
                 value = {"fired": fired, "pairs": pairs, "magnitude": magnitude}[name][i]
                 raise self._error(f"layer {layer}: {name} of neuron {i}", value, allowed)
+        for name, values, most in (("fired", fired, MAX_COUNT), ("magnitude", magnitude, np.finfo(np.float64).max)):
+            with np.errstate(over="ignore"):
+                total = values.sum(dtype=np.float64)  # i64 would wrap
+            if total > most:
+                raise self._error(f"layer {layer}: sum of {name}", f"{total:.6g}", f"up to {most:.6g}")
         return [fired, pairs, magnitude]
 
     def _samples(
@@ -225,7 +229,7 @@ class _Reader:
         text = self._tensor("sample_text", GGMLType.I64, shape[:1])
         counted = [p.contexts + o for p, o in zip(parts, offsets(parts), strict=False)]
         known = not parts or bool(np.isin(text, np.concatenate(counted)).all())
-        if (np.diff(text) < 0).any() or text[0] < 0 or text[-1] > _MAX_COUNT or not known:
+        if (np.diff(text) < 0).any() or text[0] < 0 or text[-1] > MAX_COUNT or not known:
             raise self._error("tensor 'sample_text'", "other numbers", "numbers of counted contexts, ascending")
         return samples, text
 
@@ -239,7 +243,7 @@ class _Reader:
         n_ctx, total, samples, counts = (
             self._column(name, n, np.ndarray) for name in ("n_ctx", "total", "samples", "contexts")
         )
-        if sum(counts) > _MAX_COUNT or sum(total) > _MAX_COUNT:
+        if sum(counts) > MAX_COUNT or sum(total) > MAX_COUNT:
             raise self._error(f"keys '{_PART}*'", "absurd numbers of contexts", "real ones")
         contexts = self._tensor("contexts", GGMLType.I64, (sum(counts),)) if sum(counts) else np.zeros(0, np.int64)
         out, start = [], 0
@@ -263,6 +267,6 @@ class _Reader:
         out: list[Any] = list(values)
         if numbers:
             out = [int(v) for v in out]
-        if numbers and not all(0 <= v <= _MAX_COUNT for v in out):
-            raise self._error(f"key '{key}'", "a number out of range", f"0 to {_MAX_COUNT}")
+        if numbers and not all(0 <= v <= MAX_COUNT for v in out):
+            raise self._error(f"key '{key}'", "a number out of range", f"0 to {MAX_COUNT}")
         return out

@@ -421,7 +421,7 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "p.gguf").parts == ()
 
 
-def _with(name: str, layer: int, index: int, value: float) -> Callable[[Profile], Profile]:
+def _with(name: str, layer: int, index: int | slice, value: float) -> Callable[[Profile], Profile]:
     def change(p: Profile) -> Profile:
         arrays = [a.copy() for a in getattr(p, name)]
         arrays[layer].reshape(-1)[index] = value
@@ -458,6 +458,23 @@ def test_wrong_numbers_in_a_file_are_named(tmp_path: Path, change: Callable[[Pro
     with pytest.raises(HotcoldError, match=message) as e:
         load_profile(path)
     assert str(path) in str(e.value) and "\n" not in str(e.value)
+
+
+def test_counts_whose_sums_would_wrap_are_refused(tmp_path: Path) -> None:
+    """Each number is allowed; 2^63 is what i64 cannot hold."""
+    n, path = 1 << 52, tmp_path / "p.gguf"
+    p = dataclasses.replace(profile_of(n_ff=4096, n_samples=0), n_tokens=n, n_pairs=0, parts=())
+    p = dataclasses.replace(p, samples=(), sample_text=np.zeros(0, np.int64), pairs=(np.zeros(4096, np.int64),) * 3)
+    many = dataclasses.replace(p, fired=(p.fired[0], np.full(4096, n), p.fired[2]))
+    write_profile(path, many, State(), force=False)
+    with pytest.raises(HotcoldError, match=r"p.gguf: layer 1: sum of fired: found 1.84467e\+19, allowed: up to"):
+        load_profile(path)
+    write_profile(path, _with("magnitude", 2, slice(None), 1e308)(p), State(), force=True)
+    with pytest.raises(HotcoldError, match=r"p.gguf: layer 2: sum of magnitude: found inf"):
+        load_profile(path)
+    half = _with("fired", 0, 7, n // 2 + 1)(p)
+    with pytest.raises(HotcoldError, match="layer 0: the profiles count more firings than can be added up"):
+        merge_profiles([half, dataclasses.replace(half, sha256="b" * 64)])
 
 
 def test_a_damaged_file_is_an_error_of_ours(tmp_path: Path) -> None:
