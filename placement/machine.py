@@ -131,9 +131,10 @@ def find_gpu(name: str = "cupy") -> tuple[Any, tuple[str, ...], str]:
     """-> the CuPy module (None without a usable GPU), the cards' names, why there is none."""
     try:
         cupy = importlib.import_module(name)
-    except ImportError:
-        return None, (), "CuPy is not installed: pip install 'hotcold[gpu]'"
-    except Exception as e:  # a CuPy of another CUDA fails in many ways
+    except Exception as e:
+        if isinstance(e, ModuleNotFoundError) and e.name == name:
+            return None, (), "CuPy is not installed: pip install 'hotcold[gpu]'"
+        # a CuPy of another CUDA fails in many ways
         return None, (), f"CuPy cannot be loaded: {_line(e)}"
     try:
         runtime = cupy.cuda.runtime

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,11 @@ import numpy as np
 import psutil
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hotcold.convert.writer import check_name, check_space, glob_escape
 from hotcold.placement.place import layer_table, sort_by, write_sorted
+from hotcold.placement.predictor_check import TOKENS as TOKENS_CHECKED
+from hotcold.placement.predictor_check import checked
 from hotcold.placement.profile import Profile
 from hotcold.placement.profiling import TOKENS, profile_model, progress_bar
 from hotcold.runtime.config import ModelConfig
@@ -47,7 +48,8 @@ class Calibration:
     def make(self, write_split: Callable[[Path], int], n_bytes: int, out: Path, force: bool, console: Console) -> int:
         """Make `out` and return its size. write_split writes the neuron-split file, of about n_bytes, to a path.
 
-        Raises HotcoldError; then, and after an interrupt, nothing is left but what was there before.
+        Raises HotcoldError; then, and after an interrupt, nothing is left but what was there before. Once `out` is
+        written it stays: what predicting costs is measured on it.
         """
         check_name(out, force)
         with scratch_folder(out) as folder:
@@ -63,7 +65,10 @@ class Calibration:
             placed = folder / "sorted.gguf"
             write_sorted(split, placed, sorting, {}, force=False)
             split.unlink()
-            return self._train(placed, out, profile, force, console)
+            size = self._train(placed, out, profile, force, console)
+        for line in checked(out, TOKENS_CHECKED):  # from here on `out` is complete
+            console.print(escape(line), soft_wrap=True)
+        return size
 
     def _profile(self, model: Path) -> Profile:
         samples = 0 if self.predictor == "none" else None  # only training wants them
@@ -73,29 +78,29 @@ class Calibration:
 
     def _train(self, model: Path, out: Path, profile: Profile, force: bool, console: Console) -> int:
         from hotcold.placement.predictor_layer import Wanted
-        from hotcold.placement.train import array_module, result_table, train_predictors, write_predictors
+        from hotcold.placement.train import (
+            array_module,
+            layer_progress,
+            result_table,
+            train_predictors,
+            write_predictors,
+        )
 
         wanted = Wanted(self.predictor, TARGET_RECALL, xp=array_module() if self.predictor == "mlp" else np)
-        columns = (TextColumn("training predictors"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=None)
-            if not console.is_terminal:
-                console.print(f"training predictors of kind {self.predictor}")
-            results, notes = train_predictors(model, profile, wanted, lambda n, of: bar.update(task, completed=n,
-                                                                                               total=of))  # fmt: skip
+        with layer_progress(self.predictor) as progress:
+            results, notes = train_predictors(model, profile, wanted, progress)
         console.print(result_table(results, profile, wanted))
         for line in notes:
             console.print(escape(f"note: {line}"), soft_wrap=True)
         return write_predictors(model, out, profile, results, force)
 
 
-def read_calibration(text: Path | None, tokens: int | None, predictor: str) -> Calibration:
-    """Read the text (None: the bundled one) before any other work. Raises HotcoldError naming the file."""
+def read_calibration(texts: Sequence[Path], tokens: int | None, predictor: str) -> Calibration:
+    """Read the texts (none: the bundled one) before any other work. Raises HotcoldError naming the file."""
     if predictor != "none" and tokens is not None and tokens < LEAST_TOKENS:
         raise HotcoldError(f"--calibrate-tokens {tokens}: predictors are trained from at least {LEAST_TOKENS} tokens: "
                            "count over more, or --predictor none")
-    corpus = read_corpus([] if text is None else [text])
-    return Calibration(corpus, TOKENS if tokens is None else tokens, predictor)
+    return Calibration(read_corpus(texts), TOKENS if tokens is None else tokens, predictor)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,8 +28,10 @@ from rich.table import Table
 from hotcold.convert.main import terminable, writing_progress
 from hotcold.convert.model import array
 from hotcold.placement import lowrank
+from hotcold.placement.machine import find_gpu
 from hotcold.placement.place import PLACEMENT_KEYS, show
 from hotcold.placement.predictor import KEYS, export, metadata, rows_of
+from hotcold.placement.predictor_check import TOKENS, checked
 from hotcold.placement.predictor_layer import (
     MIN_SAMPLES,
     Result,
@@ -45,6 +49,7 @@ from hotcold.placement.rewrite import rewrite, split_config
 from hotcold.runtime import schema
 from hotcold.runtime.atomic import check_output
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.console import emit, note
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 from hotcold.runtime.weights import by_column
@@ -52,6 +57,7 @@ from hotcold.runtime.weights import by_column
 BUDGET = 0.1  # share of the model's parameters that all nets together may have
 FEW_PER_INPUT = 2  # samples per number of an input, below which a fit is shaky
 MAX_RANK = 4096
+EVERY = 10.0  # seconds between lines of progress, without a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--outfile", metavar="OUT", type=Path,
                         help="file to write: MODEL with predictors (default: only show the table)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--check-tokens", type=_whole, default=TOKENS, metavar="N",
+                        help="with -o: tokens of held-out text to measure perplexity and bytes on, in exact and in "
+                             f"predict mode (default {TOKENS}; 0: not)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     profile = load_profile(args.profile)
     wanted = Wanted(args.kind, args.target_recall, args.rank, args.look_ahead, args.seed,
                     array_module() if args.kind == "mlp" else np)  # fmt: skip
-    with _progress(console) as progress:
+    with layer_progress(args.kind) as progress:
         results, notes = train_predictors(args.model, profile, wanted, progress)
     if args.outfile is not None:  # before the table, whose reader may go away
         with terminable(), writing_progress(console, args.model.stat().st_size) as advance:
@@ -94,17 +103,16 @@ def run(args: argparse.Namespace) -> int:
     show([result_table(results, profile, wanted)])
     for line in notes:
         console.print(escape(f"note: {line}"), soft_wrap=True)
+    if args.outfile is not None and args.check_tokens:
+        emit(sys.stdout, "".join(f"{line}\n" for line in checked(args.outfile, args.check_tokens)))
     return 0
 
 
 def array_module() -> Any:
-    """CuPy where it and a GPU are there, else NumPy."""
-    try:
-        import cupy  # type: ignore[import-not-found,unused-ignore]
-
-        return cupy if cupy.cuda.runtime.getDeviceCount() else np
-    except Exception:  # no package, no driver, no device: all the same here
-        return np
+    """CuPy where it and a GPU are there, else NumPy; a line says which, and why."""
+    cupy, names, reason = find_gpu()
+    note(f"nets are trained on {names[0]}" if names else f"nets are trained on the CPU: {reason}")
+    return np if cupy is None else cupy
 
 
 # ------------------------------------------------------------------ for convert --calibrate and others
@@ -252,13 +260,24 @@ def _percent(*shares: float) -> list[str]:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def layer_progress(kind: str) -> Iterator[Callable[[int, int], None]]:
+    """A function (layers done, layers) that shows a bar, or lines without a terminal."""
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("training predictors"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("layers", total=None)
+        task = bar.add_task("", total=None)
+        began = told = time.monotonic()
+        if not console.is_terminal:
+            note(f"training predictors of kind {kind}")
 
         def advance(done: int, of: int) -> None:
+            nonlocal told
             bar.update(task, completed=done, total=of)
+            now = time.monotonic()
+            if not console.is_terminal and now - told >= EVERY and done < of:
+                told = now
+                left = f", {(now - began) * (of - done) / done:.0f} s left" if done else ""
+                note(f"training predictors: {done} of {of} layers{left}")
 
         yield advance
 

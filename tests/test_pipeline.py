@@ -57,7 +57,7 @@ def test_every_layer_of_a_planted_model_gets_its_own_hot_neurons(
     tiny_model: Get, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     src, hot = planted(tiny_model, tmp_path / "s.gguf")
-    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", text, *CALIBRATE)
+    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", "--calibrate-text", text, *CALIBRATE)
     assert len({tuple(sorted(h)) for h in hot}) == 12
     with open_gguf(tmp_path / "o.gguf") as f:
         counts = read_counts(f, ModelConfig.from_gguf(f))
@@ -74,7 +74,7 @@ def test_every_layer_of_a_planted_model_gets_its_own_hot_neurons(
 def test_one_step_equals_the_steps_one_by_one(tiny_model: Get, tmp_path: Path, text: Path) -> None:
     """And the model is the same model, which goes back to stock as it came."""
     src = tiny_model("relu", stock=True, max_position_embeddings=64)
-    run_convert(src, "-o", tmp_path / "one.gguf", "--calibrate", text, *CALIBRATE)
+    run_convert(src, "-o", tmp_path / "one.gguf", "--calibrate", "--calibrate-text", text, *CALIBRATE)
     run_convert(src, "-o", tmp_path / "split.gguf")
     profile = profile_model(tmp_path / "split.gguf", [text], tokens=600, samples=0)
     with open_gguf(tmp_path / "split.gguf") as f, open_gguf(tmp_path / "one.gguf") as g:
@@ -91,6 +91,16 @@ def test_one_step_equals_the_steps_one_by_one(tiny_model: Get, tmp_path: Path, t
     assert (tmp_path / "back.gguf").read_bytes() == src.read_bytes()
 
 
+def test_options_may_come_before_the_source_and_texts_add_up(tiny_model: Get, tmp_path: Path, text: Path) -> None:
+    other = text.with_name("other.txt")
+    other.write_text(WORDS[::-1] * 60)
+    src = tiny_model("relu", stock=True, max_position_embeddings=64)
+    run_convert("--calibrate-text", text, "--calibrate-text", other, *CALIBRATE, "-o", tmp_path / "o.gguf",
+                "--calibrate", src)  # fmt: skip
+    with open_gguf(tmp_path / "o.gguf") as f:
+        assert f.metadata[schema.KEY_PROFILE_CORPUS] == "text.txt, other.txt"
+
+
 def test_from_a_checkpoint_with_the_bundled_text(tiny_checkpoint: Get, tmp_path: Path) -> None:
     run_convert(tiny_checkpoint("prosparse", max_position_embeddings=64), "-o", tmp_path / "o.gguf", *CALIBRATE,
                 "--calibrate")  # fmt: skip
@@ -104,10 +114,15 @@ def test_predictors_are_trained_for_the_sorted_file(
 ) -> None:
     """The default is lowrank. The model is the sorted one in every other byte; to stock nothing of it is left."""
     src = tiny_model("relu", stock=True, max_position_embeddings=64)
-    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", text, "--calibrate-tokens", "1500", *kind)
-    assert f"Predictors of kind {kind[1] if kind else 'lowrank'}" in capsys.readouterr().err
-    run_convert(src, "-o", tmp_path / "none.gguf", "--calibrate", text, "--calibrate-tokens", "1500", "--predictor",
-                "none")  # fmt: skip
+    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", "--calibrate-text", text, "--calibrate-tokens", "1500",
+                *kind)  # fmt: skip
+    err = capsys.readouterr().err
+    assert f"Predictors of kind {kind[1] if kind else 'lowrank'}" in err
+    with open_gguf(tmp_path / "o.gguf") as f:
+        any_used = any(p.kind != "none" for p in ModelConfig.from_gguf(f).predictors)
+    assert ("perplexity exact " if any_used else "no layer is predicted") in err
+    run_convert(src, "-o", tmp_path / "none.gguf", "--calibrate", "--calibrate-text", text, "--calibrate-tokens", "1500",
+                "--predictor", "none")  # fmt: skip
     with open_gguf(tmp_path / "o.gguf") as f, open_gguf(tmp_path / "none.gguf") as g:
         config = ModelConfig.from_gguf(f)
         assert len(config.predictors) == config.n_layer and {p.kind for p in config.predictors} <= {
@@ -146,14 +161,14 @@ def test_text_that_cannot_be_read(tiny_model: Get, tmp_path: Path, monkeypatch: 
     """Before any work."""
     src = tiny_model("relu", stock=True)
     monkeypatch.delattr("hotcold.convert.main.split_neurons")
-    assert "no.txt" in refused(tmp_path, src, "--calibrate", tmp_path / "no.txt")
+    assert "no.txt" in refused(tmp_path, src, "--calibrate", "--calibrate-text", tmp_path / "no.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 99)
-    assert "is not UTF-8" in refused(tmp_path, src, "--calibrate", tmp_path / "latin.txt")
+    assert "is not UTF-8" in refused(tmp_path, src, "--calibrate", "--calibrate-text", tmp_path / "latin.txt")
 
 
 def test_text_that_is_too_short(tiny_model: Get, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a word")
-    error = refused(tmp_path, tiny_model("relu", stock=True), "--calibrate", tmp_path / "short.txt")
+    error = refused(tmp_path, tiny_model("relu", stock=True), "--calibrate", "--calibrate-text", tmp_path / "short.txt")
     assert "too short" in error
 
 
@@ -161,6 +176,7 @@ def test_options_that_do_not_go_together(tiny_model: Get, tmp_path: Path) -> Non
     src = tiny_model("relu", stock=True)
     assert "--predictor needs --calibrate" in refused(tmp_path, src, "--predictor", "lowrank")
     assert "--calibrate-tokens needs --calibrate" in refused(tmp_path, src, "--calibrate-tokens", "5")
+    assert "--calibrate-text needs --calibrate" in refused(tmp_path, src, "--calibrate-text", "a")
     assert "--calibrate is not for --to-stock" in refused(tmp_path, src, "--calibrate", "--to-stock")
     few = refused(tmp_path, src, "--calibrate", "--calibrate-tokens", "255")
     assert "at least 256 tokens" in few and "--predictor none" in few
@@ -180,9 +196,9 @@ def test_dry_run_writes_nothing(tiny_model: Get, tmp_path: Path) -> None:
 def test_existing_files_are_kept(tiny_model: Get, tmp_path: Path, text: Path) -> None:
     (tmp_path / "o.gguf").write_text("mine")
     src = tiny_model("relu", stock=True, max_position_embeddings=64)
-    assert "exists already" in refused(tmp_path, src, "--calibrate", text)
+    assert "exists already" in refused(tmp_path, src, "--calibrate", "--calibrate-text", text)
     assert (tmp_path / "o.gguf").read_text() == "mine"
-    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", text, *CALIBRATE, "--force")
+    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", "--calibrate-text", text, *CALIBRATE, "--force")
     assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
 
 
@@ -200,7 +216,7 @@ def test_stopped_at_any_step(
     monkeypatch.setattr(pipeline, step, stop)
     with pytest.raises(error):
         run_convert(tiny_model("relu", stock=True, max_position_embeddings=64), "-o", tmp_path / "o.gguf",
-                    "--calibrate", text)  # fmt: skip
+                    "--calibrate", "--calibrate-text", text)  # fmt: skip
     assert not list(tmp_path.iterdir())
 
 
@@ -224,7 +240,7 @@ def test_signals_while_it_profiles(number: signal.Signals, tiny_model: Get, tmp_
     assert child.returncode == {signal.SIGKILL: -9}.get(number, child.returncode) and b"Traceback" not in err
     if number == signal.SIGKILL:
         assert split.exists()
-        run_convert(src, "-o", out, "--calibrate", text, *CALIBRATE)
+        run_convert(src, "-o", out, "--calibrate", "--calibrate-text", text, *CALIBRATE)
         assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
     else:
         assert child.returncode in (130, 143) and not list(tmp_path.iterdir())
@@ -238,7 +254,7 @@ def test_stopped_while_it_trains(tiny_model: Get, tmp_path: Path, text: Path, mo
     monkeypatch.setattr("hotcold.placement.train.train_predictors", stop)
     with pytest.raises(KeyboardInterrupt):
         run_convert(tiny_model("relu", stock=True, max_position_embeddings=64), "-o", tmp_path / "o.gguf",
-                    "--calibrate", text, "--calibrate-tokens", "600")  # fmt: skip
+                    "--calibrate", "--calibrate-text", text, "--calibrate-tokens", "600")  # fmt: skip
     assert not list(tmp_path.iterdir())
 
 
@@ -253,7 +269,7 @@ def test_intermediate_files_lie_in_one_folder_beside_the_result(
 
     monkeypatch.setattr(pipeline, "profile_model", watch)
     src = tiny_model("relu", stock=True, max_position_embeddings=64)
-    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", text, *CALIBRATE)
+    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", "--calibrate-text", text, *CALIBRATE)
     folder = tmp_path / f".o.gguf.{os.getpid()}.parts"
     assert seen == [(folder / "split.gguf", [folder.name])]
     assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
@@ -268,7 +284,7 @@ def test_what_a_killed_run_left_goes_with_the_next(tiny_model: Get, tmp_path: Pa
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f".o.gguf.{dead.pid}0000000.parts").symlink_to(tmp_path / "elsewhere")
     src = tiny_model("relu", stock=True, max_position_embeddings=64)
-    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", text, *CALIBRATE)
+    run_convert(src, "-o", tmp_path / "o.gguf", "--calibrate", "--calibrate-text", text, *CALIBRATE)
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == sorted([f".o.gguf.{os.getppid()}.parts", f".o.gguf.{dead.pid}0000000.parts",
                            f".p.gguf.{dead.pid}.parts", "elsewhere", "o.gguf"])  # fmt: skip

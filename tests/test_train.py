@@ -184,6 +184,33 @@ def test_without_outfile_only_the_table(model: Path, profile: Path, capsys: pyte
     assert "\x1b" not in out
 
 
+def test_where_nets_are_trained_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = object()
+    monkeypatch.setattr(train, "find_gpu", lambda: (None, (), "CuPy cannot be loaded: ImportError: libfoo"))
+    assert train.array_module() is np and "CPU: CuPy cannot be loaded: ImportError" in capsys.readouterr().err
+    monkeypatch.setattr(train, "find_gpu", lambda: (gpu, ("A Card",), ""))
+    assert train.array_module() is gpu and "on A Card" in capsys.readouterr().err
+
+
+def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "EVERY", 0.0)
+    with train.layer_progress("mlp") as progress:
+        for done in range(4):
+            progress(done, 3)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and "kind mlp" in lines[0] and "2 of 3 layers, " in lines[3]
+
+
+def test_what_predicting_costs_needs_a_vocabulary(
+    model: Path, profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "o.gguf"
+    assert train_predictor(model, "--profile", profile, "--target-recall", "0.9", "-o", out) == 0
+    assert "was not measured" in capsys.readouterr().out and out.exists()
+    assert train_predictor(model, "--profile", profile, "-o", out, "--force", "--check-tokens", "0") == 0
+    assert "measured" not in capsys.readouterr().out
+
+
 def test_a_layer_that_does_not_pay_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_model(tmp_path / "m.gguf", Spec(patterns=("on", "free"), biases=True))
     save_profile(tmp_path / "p.gguf", make_profile(path))
