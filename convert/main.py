@@ -63,9 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-unknown-keys", action="store_true",
                         help="model keys of config.json or the GGUF that hotcold does not know: list them instead of "
                              "refusing")
-    parser.add_argument("--calibrate", metavar="TEXT", nargs="?", const=True, type=Path,
-                        help="also count over a text how often neurons fire (without TEXT: over the one that comes "
-                             "with hotcold), sort them by it and train predictors; ReLU models only")
+    parser.add_argument("--calibrate", action="store_true",
+                        help="also count over a text how often neurons fire, sort them by it and train predictors; "
+                             "ReLU models only")
+    parser.add_argument("--calibrate-text", metavar="FILE", action="append", default=[], type=Path,
+                        help="with --calibrate: text to count over; may be given several times (default: one that "
+                             "comes with hotcold)")
     parser.add_argument("--calibrate-tokens", metavar="N", type=_count,
                         help="with --calibrate: tokens of the text to count over (default 100000)")
     parser.add_argument("--predictor", choices=PREDICTORS,
@@ -116,9 +119,9 @@ def _written(target: Target, out: Path, release: Callable[[], None], force: bool
 
 def _calibration(args: argparse.Namespace) -> Calibration | None:
     """What --calibrate asks for, its text read: before any work."""
-    if args.calibrate is None:
-        for name in ("predictor", "calibrate_tokens"):
-            if getattr(args, name) is not None:
+    if not args.calibrate:
+        for name in ("predictor", "calibrate_tokens", "calibrate_text"):
+            if getattr(args, name):
                 raise HotcoldError(f"--{name.replace('_', '-')} needs --calibrate: it is about what comes after "
                                    "converting")
         return None
@@ -128,8 +131,7 @@ def _calibration(args: argparse.Namespace) -> Calibration | None:
     # else here knows of profiles, and importing hotcold.convert alone stays as light as it was.
     from hotcold.placement.pipeline import read_calibration
 
-    text = None if args.calibrate is True else args.calibrate
-    return read_calibration(text, args.calibrate_tokens, args.predictor or PREDICTORS[0])
+    return read_calibration(args.calibrate_text, args.calibrate_tokens, args.predictor or PREDICTORS[0])
 
 
 def _check_sparse(args: argparse.Namespace, model: StockModel) -> None:

@@ -193,8 +193,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--outfile", metavar="OUT", type=Path,
                         help="file to write (default: MODEL's name with the sparsity, as in model-s50.gguf)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.add_argument("--text", metavar="FILE", nargs="+", action="extend", default=[], type=Path,
-                        help="text to read (default: a text that comes with hotcold)")
+    parser.add_argument("--text", metavar="FILE", action="append", default=[], type=Path,
+                        help="text to read; may be given several times (default: one that comes with hotcold)")
     parser.add_argument("--tokens", metavar="N", type=_count, default=TOKENS,
                         help=f"read about N tokens, taken evenly from the text (default {TOKENS})")
     parser.add_argument("-c", "--ctx", metavar="N", type=_count,

@@ -189,8 +189,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="file to write (default: MODEL's name with .profile.gguf)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     group = parser.add_argument_group("text")
-    group.add_argument("--text", metavar="FILE", nargs="+", action="extend", default=[], type=Path,
-                       help="text to read (default: a text that comes with hotcold)")
+    group.add_argument("--text", metavar="FILE", action="append", default=[], type=Path,
+                       help="text to read; may be given several times (default: one that comes with hotcold)")
     group.add_argument("--tokens", metavar="N", type=_count, default=TOKENS,
                        help=f"count about N tokens, taken evenly from the text (default {TOKENS})")
     group.add_argument("--all", action="store_true", help="count all of the text")

@@ -121,8 +121,8 @@ def test_predictors_are_trained_for_the_sorted_file(
     with open_gguf(tmp_path / "o.gguf") as f:
         any_used = any(p.kind != "none" for p in ModelConfig.from_gguf(f).predictors)
     assert ("perplexity exact " if any_used else "no layer is predicted") in err
-    run_convert(src, "-o", tmp_path / "none.gguf", "--calibrate", "--calibrate-text", text, "--calibrate-tokens", "1500",
-                "--predictor", "none")  # fmt: skip
+    run_convert(src, "-o", tmp_path / "none.gguf", "--calibrate", "--calibrate-text", text,
+                "--calibrate-tokens", "1500", "--predictor", "none")  # fmt: skip
     with open_gguf(tmp_path / "o.gguf") as f, open_gguf(tmp_path / "none.gguf") as g:
         config = ModelConfig.from_gguf(f)
         assert len(config.predictors) == config.n_layer and {p.kind for p in config.predictors} <= {
