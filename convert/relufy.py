@@ -8,10 +8,9 @@ relufy_fit.py (the arithmetic), relufy_model.py (the new model); placement/profi
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
-import tempfile
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -33,13 +33,14 @@ from hotcold.convert.precision import Report
 from hotcold.convert.relufy_layers import LayerReport, Relufier, Settings, negative_log_likelihood
 from hotcold.convert.relufy_model import Fits, relufied, relufied_tensors, relufy_metadata
 from hotcold.convert.relufy_text import make_contexts
-from hotcold.convert.writer import check_name, write_target
+from hotcold.convert.writer import check_name, glob_escape, write_target
 from hotcold.runtime import schema
 from hotcold.runtime.corpus import HELDOUT, Corpus, read_corpus
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf, safe_text
 from hotcold.runtime.kernels import formats
+from hotcold.runtime.kl_stats import estimate
 from hotcold.runtime.tokenizer import Tokenizer
 from hotcold.runtime.trace import Trace
 
@@ -115,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
     text = read_corpus(args.text)
     held_out = read_corpus([args.held_out or HELDOUT])
     with terminable(), ExitStack() as stack:
-        source = _open_source(args, console, stack)
+        folder = stack.enter_context(scratch(args.outfile))
+        source = _open_source(args, folder, console, stack)
         trace = stack.enter_context(Trace.open(source.path, threads=args.threads, n_ctx=CONTEXT))
         contexts, n_held_out = _contexts(args, trace, text, held_out)
         fits = Fits(args.outfile.absolute().parent, trace.config.n_ff, trace.config.n_embd, args.rank)
@@ -128,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
             metadata = relufy_metadata(args.rank, contexts[:-n_held_out].size, reports)
             size = _write_file(args, model, metadata, source.report, console)
         trace.close()
-        after = _perplexity_of_output(args, contexts[-n_held_out:], console)
+        after = _perplexity_of_output(args, contexts[-n_held_out:], folder, console)
     _say_result(args, console, reports, before, after, size, time.perf_counter() - began)
     return 0
 
@@ -159,8 +161,28 @@ def _check_output(args: argparse.Namespace) -> None:
         raise HotcoldError(f"{safe_text(str(out))}: is the source: choose another name with -o")
 
 
-def _open_source(args: argparse.Namespace, console: Console, stack: ExitStack) -> Source:
-    """The model, and a file of it that the engine can run: SRC itself, or a temporary one."""
+@contextmanager
+def scratch(out: Path) -> Iterator[Path]:
+    """A folder beside `out` for files that the engine runs; what a killed run to the same name left goes, too."""
+    parent, name = out.absolute().parent, out.name[:100]
+    for path in parent.glob(f".{glob_escape(name)}.*.relufy"):
+        number = path.name[len(name) + 2:-len(".relufy")]
+        if path.is_dir() and not path.is_symlink() and number.isdecimal() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+    folder = parent / f".{name}.{os.getpid()}.relufy"
+    shutil.rmtree(folder, ignore_errors=True)  # process numbers come again, in containers soon
+    try:
+        folder.mkdir()
+    except OSError as e:
+        raise HotcoldError(f"{safe_text(str(folder))}: cannot be made: {e.strerror or e}") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_source(args: argparse.Namespace, folder: Path, console: Console, stack: ExitStack) -> Source:
+    """The model, and a file of it that the engine can run: SRC itself, or a temporary one in `folder`."""
     src, report = args.src, Report()
     checkpoint = None
     if src.is_dir():
@@ -177,8 +199,6 @@ def _open_source(args: argparse.Namespace, console: Console, stack: ExitStack) -
         args.rank = min(RANK, _width(model))
     if runs:
         return Source(model, src, checkpoint, report)
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.outfile.absolute().parent,
-                                                                  prefix=f".{args.outfile.name[:100]}.relufy-")))
     path = folder / "source.gguf"
     console.print("converting the source to a file that runs", soft_wrap=True)
     target = split_neurons(model, "auto", Report())
@@ -232,7 +252,17 @@ def _fit(args: argparse.Namespace, trace: Trace, contexts: np.ndarray, n_held_ou
             console.print(f"{layer:5d}   {report.naive:19.3f}   {report.error:13.3f}   {report.sparsity:11.1%}   "
                           f"{report.overall:14.1%}")
             trace.engine.file.release_pages()
-        return reports, math.exp(min(700.0, relufier.held_out_nll()))
+        with naming(args.src):
+            return reports, estimate(relufier.held_out_nll())[0]
+
+
+@contextmanager
+def naming(model: Path) -> Iterator[None]:
+    """Errors within begin with the model's name."""
+    try:
+        yield
+    except HotcoldError as e:
+        raise HotcoldError(f"{safe_text(str(model))}: {e}") from None
 
 
 @contextmanager
@@ -272,29 +302,27 @@ def _write_folder(args: argparse.Namespace, source: Source, fits: Fits, console:
         return write_folder(source.checkpoint, args.outfile, tensors, keys, progress, args.force)
 
 
-def _perplexity_of_output(args: argparse.Namespace, contexts: np.ndarray, console: Console) -> float:
-    """Perplexity of what was written, by the engine that will run it."""
-    if not args.to_hf:
-        return perplexity(args.outfile, contexts, args.threads)
-    from hotcold.convert.families import load_checkpoint
+def _perplexity_of_output(args: argparse.Namespace, contexts: np.ndarray, folder: Path, console: Console) -> float:
+    """Perplexity of what was written, by the engine that will run it. folder: for a file that runs."""
+    path = args.outfile
+    if args.to_hf:
+        from hotcold.convert.families import load_checkpoint
 
-    with tempfile.TemporaryDirectory(dir=args.outfile.absolute().parent, prefix=".relufy-") as folder:
-        path, model = Path(folder) / "result.gguf", load_checkpoint(args.outfile, Report())
+        path, model = folder / "result.gguf", load_checkpoint(args.outfile, Report())
         target = split_neurons(model, "auto", Report())
         with writing_progress(console, target.n_bytes) as progress:
             write_target(target, path, progress, model.release)
-        return perplexity(path, contexts, args.threads)
+    return perplexity(path, contexts, args.threads, args.outfile)
 
 
-def perplexity(path: Path, contexts: np.ndarray, threads: int | None) -> float:
-    """exp of the mean negative log likelihood of all tokens but the first of each context (i32 [n, length])."""
-    total, count = 0.0, 0
-    with Engine.open(path, threads=threads, n_ctx=contexts.shape[1]) as engine:
+def perplexity(path: Path, contexts: np.ndarray, threads: int | None, name: Path) -> float:
+    """Of all tokens but the first of each context (i32 [n, length]). name: of the model, for errors."""
+    nll = []
+    with Engine.open(path, threads=threads, n_ctx=contexts.shape[1]) as engine, naming(name):
         for tokens in contexts:
             engine.truncate(0)
-            nll = negative_log_likelihood(engine.forward(tokens, "all")[:-1], tokens[1:])
-            total, count = total + float(nll.sum()), count + len(nll)
-    return math.exp(min(700.0, total / count))
+            nll.append(negative_log_likelihood(engine.forward(tokens, "all")[:-1], tokens[1:]))
+    return estimate(np.concatenate(nll))[0]
 
 
 def _say_result(args: argparse.Namespace, console: Console, reports: list[LayerReport], before: float, after: float,

@@ -32,12 +32,14 @@ from hotcold.convert.relufy_fit import (
 from hotcold.runtime import schema
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import dequantize
+from hotcold.runtime.kl import log_softmax
 from hotcold.runtime.trace import Trace
 from hotcold.runtime.weights import Matrix
 
 GATE_TOKENS = 8192  # that the always-on gate is fitted on
 BEND_TOKENS = 3072  # that the neurons' bends are chosen on
 ROWS = 2048  # tokens whose features are multiplied at once
+SLICE_BYTES = 16 << 20  # of logits that are turned into probabilities at a time
 
 
 @dataclass(frozen=True)
@@ -227,15 +229,14 @@ class Relufier:
         error_before, error = (float(sums[0] / max(sums[1], 1e-30)) for sums in (naive, fitted))
         return LayerReport(layer, error_before, error, sparsity, overall, always)
 
-    def held_out_nll(self) -> float:
-        """Mean negative log likelihood of the held-out tokens under the teacher, once all layers are done."""
-        total, count = 0.0, 0
+    def held_out_nll(self) -> np.ndarray:
+        """f64: negative log likelihood of each held-out token under the teacher, once all layers are done."""
+        nll = [np.zeros(0)]
         for index, start, n in self._blocks(range(self.n_fit, len(self.contexts))):
             self.trace.x[:n] = self.teacher[index, start:start + n]
             following = self.contexts[index, start + 1:start + n + 1]
-            nll = negative_log_likelihood(self.trace.logits(n)[:len(following)], following)
-            total, count = total + float(nll.sum()), count + len(nll)
-        return total / max(count, 1)
+            nll.append(negative_log_likelihood(self.trace.logits(n)[:len(following)], following))
+        return np.concatenate(nll)
 
     def check(self, what: str, *arrays: np.ndarray) -> None:
         """Raise HotcoldError for NaN or infinity."""
@@ -256,12 +257,10 @@ def new_values(g: np.ndarray, u: np.ndarray, c: np.ndarray, bend: np.ndarray, ou
 
 
 def negative_log_likelihood(logits: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """f64 [n] of the tokens that followed. logits: f32 [n, n_vocab], overwritten."""
-    chosen = logits[np.arange(len(following)), following].astype(np.float64)
-    top = logits.max(axis=1, keepdims=True, initial=-np.inf)
-    logits -= top
-    np.exp(logits, out=logits)
-    return np.asarray(np.log(logits.sum(axis=1, dtype=np.float64)) + top[:, 0] - chosen)
+    """f64 [n] of the tokens that followed. logits: f32 [n, n_vocab]. Raises HotcoldError for NaN or infinity."""
+    step = max(1, SLICE_BYTES // (4 * logits.shape[1]))
+    parts = [log_softmax(logits[i:i + step]).nll(following[i:i + step]) for i in range(0, len(following), step)]
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def down_columns(trace: Trace, layer: int) -> np.ndarray:

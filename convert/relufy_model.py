@@ -9,7 +9,10 @@ the system removes with the process.
 
 from __future__ import annotations
 
+import errno
+import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,20 +26,44 @@ from hotcold.convert.precision import Report, cast
 from hotcold.convert.relufy_fit import LayerFit
 from hotcold.convert.relufy_layers import LayerReport
 from hotcold.runtime import schema
+from hotcold.runtime.atomic import MARGIN
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import safe_text
 from hotcold.runtime.kernels import formats
 
 
 class Fits:
-    """LayerFits on disk, given back as views. folder: where there is room for them."""
+    """LayerFits on disk, given back as views. folder: where there is room for them.
+
+    They are written to the file and only read through the mapping: on a full disk a write fails, where a page of a
+    mapping that has no block ends the process.
+    """
 
     def __init__(self, folder: Path, n_ff: tuple[int, ...], n_embd: int, rank: int) -> None:
         self.n_ff, self.n_embd, self.rank = n_ff, n_embd, rank
         self._bends = [np.zeros(n, np.float32) for n in n_ff]
         rows = [n + 1 + 2 * rank for n in n_ff]  # down, gate, up, hot down
         self._starts = np.concatenate([[0], np.cumsum(rows)])
-        self._file = tempfile.TemporaryFile(dir=folder)
-        self._file.truncate(max(1, 4 * n_embd * int(self._starts[-1])))
-        self._rows = np.memmap(self._file, np.float32, "r+", shape=(int(self._starts[-1]), n_embd))
+        self._folder, self._n_bytes = folder, 4 * n_embd * int(self._starts[-1])
+        free = shutil.disk_usage(folder).free
+        if free < self._n_bytes + MARGIN:
+            raise self._full(f"{free / 1e9:.2f} GB free")
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder)
+            self._file.truncate(max(1, self._n_bytes))
+            self._rows = np.memmap(self._file, np.float32, "r", shape=(int(self._starts[-1]), n_embd))
+        except OSError as e:
+            raise self._failed(e) from None
+
+    def _full(self, found: str) -> HotcoldError:
+        return HotcoldError(f"{safe_text(str(self._folder))}: {(self._n_bytes + MARGIN) / 1e9:.2f} GB needed for the "
+                            f"fits of all layers until they are written, {found}: free some or choose another folder "
+                            "with -o")
+
+    def _failed(self, e: OSError) -> HotcoldError:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            return self._full("no space left")
+        return HotcoldError(f"{safe_text(str(self._folder))}: a temporary file cannot be written: {e.strerror or e}")
 
     def _parts(self, layer: int) -> list[np.ndarray]:
         own = self._rows[self._starts[layer]:self._starts[layer + 1]]
@@ -44,8 +71,13 @@ class Fits:
         return np.split(own, [n, n + 1, n + 1 + r])
 
     def __setitem__(self, layer: int, fit: LayerFit) -> None:
-        down, gate, up, hot_down = self._parts(layer)
-        down[:], gate[:], up[:], hot_down[:] = fit.down, fit.gate, fit.up, fit.hot_down
+        try:
+            self._file.seek(4 * self.n_embd * int(self._starts[layer]))
+            for part in (fit.down, fit.gate, fit.up, fit.hot_down):
+                self._file.write(np.ascontiguousarray(part, np.float32).reshape(-1).view(np.uint8).data)
+            self._file.flush()
+        except OSError as e:
+            raise self._failed(e) from None
         self._bends[layer] = fit.bend
 
     def __getitem__(self, layer: int) -> LayerFit:
@@ -53,7 +85,8 @@ class Fits:
         return LayerFit(self._bends[layer], down, gate[0], up, hot_down)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written is still waiting to be
+            self._file.close()
 
 
 def relufied(model: StockModel, fits: Fits, orders: list[np.ndarray], report: Report) -> StockModel:
@@ -131,13 +164,15 @@ def _down(t: LazyTensor, fit: LayerFit, order: np.ndarray, report: Report) -> La
     n_ff, rank = len(order), len(fit.hot_down)
     qtype = t.qtype if t.qtype in (QType.F16, QType.BF16) else QType.F32
 
-    def columns(a: int, b: int) -> np.ndarray:
-        own = fit.down[order[a:min(b, n_ff)]]
-        rows = np.concatenate([own, fit.hot_down[max(a - n_ff, 0):max(b - n_ff, 0)]])  # [b - a, n_embd]
+    def made(rows: np.ndarray) -> np.ndarray:
         return cast(from_array(t.name, rows, QType.F32, rows.shape, "new"), qtype, report).read(0, len(rows)).T
 
+    def columns(a: int, b: int) -> np.ndarray:
+        own = fit.down[order[a:min(b, n_ff)]]
+        return made(np.concatenate([own, fit.hot_down[max(a - n_ff, 0):max(b - n_ff, 0)]]))  # of [b - a, n_embd]
+
     def read(a: int, b: int) -> np.ndarray:
-        return np.ascontiguousarray(columns(0, n_ff + rank)[a:b])
+        return np.ascontiguousarray(made(np.concatenate([fit.down[:, a:b][order], fit.hot_down[:, a:b]])))
 
     return LazyTensor(t.name, (t.n_rows, n_ff + rank), qtype, read, t.origin, columns)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hotcold.convert import relufy, relufy_fit
 from hotcold.convert.relufy_fit import (
     Bends,
     Equations,
+    LayerFit,
     balanced,
     bypass_input,
     cheapest,
@@ -28,6 +30,7 @@ from hotcold.convert.relufy_fit import (
     token_weights,
 )
 from hotcold.convert.relufy_layers import Relufier, Settings, negative_log_likelihood
+from hotcold.convert.relufy_model import Fits
 from hotcold.convert.relufy_text import make_contexts
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
@@ -193,6 +196,9 @@ def test_nothing_to_add_changes_nothing() -> None:
 def test_negative_log_likelihood_of_huge_logits() -> None:
     logits = np.array([[1e4, 0, -1e4], [0, 0, 0]], np.float32)
     np.testing.assert_allclose(negative_log_likelihood(logits, np.array([0, 2])), [0, np.log(3)], atol=1e-6)
+    for bad in (np.nan, np.inf):
+        with pytest.raises(HotcoldError, match="logits are NaN or infinite"):
+            negative_log_likelihood(np.array([[0, bad]], np.float32), np.array([0]))
 
 
 # ------------------------------------------------------------------ text
@@ -498,3 +504,48 @@ def test_damaged_weights_name_the_layer(tmp_path: Path) -> None:
         relufier.layer(0)
         with pytest.raises(HotcoldError, match=r"layer 1, the model's own hidden states: \d+ values are NaN"):
             relufier.layer(1)
+
+
+def test_logits_that_are_not_finite_name_the_model(tmp_path: Path) -> None:
+    spec = Spec(activation="relu", n_ctx=256)
+    tensors = make_tensors(spec)
+    tensors["output_norm.weight"][1][3] = np.nan
+    path = write_model(tmp_path / "x.gguf", spec, tensors)
+    with pytest.raises(HotcoldError, match=r"^its-name.gguf: the model's logits are NaN"):
+        relufy.perplexity(path, np.full((1, 64), 5, np.int32), 1, Path("its-name.gguf"))
+
+
+def test_fits_come_back(tmp_path: Path) -> None:
+    fits, made = Fits(tmp_path, (6, 4), 8, 2), {}
+    for layer, n_ff in ((1, 4), (0, 6)):
+        made[layer] = LayerFit(normals(n_ff), normals(n_ff, 8), normals(8), normals(2, 8), normals(2, 8, seed=1))
+        fits[layer] = made[layer]
+    for layer, fit in made.items():
+        for name in ("bend", "down", "gate", "up", "hot_down"):
+            np.testing.assert_array_equal(getattr(fits[layer], name), getattr(fit, name))
+    fits.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = Fits(tmp_path, (6,), 8, 2)
+    with open("/dev/full", "r+b", buffering=1 << 20) as fits._file:
+        with pytest.raises(HotcoldError, match="for the fits of all layers until they are written, no space left"):
+            fits[0] = LayerFit(normals(6), normals(6, 8), normals(8), normals(2, 8), normals(2, 8))
+        fits.close()  # does not raise, either
+    usage = type("Usage", (), {"free": 1 << 20})
+    monkeypatch.setattr("hotcold.convert.relufy_model.shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(HotcoldError, match=r"0\.02 GB needed for the fits .*, 0\.00 GB free"):
+        Fits(tmp_path, (6,), 8, 2)
+
+
+def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
+    own = f".out.gguf.{os.getpid()}.relufy"
+    for name in (".out.gguf.999999999.relufy", ".out.gguf.x.relufy", f".out.gguf.{os.getppid()}.relufy", own):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "source.gguf").write_text("half")
+    with relufy.scratch(tmp_path / "out.gguf") as folder:
+        assert folder == tmp_path / own and not list(folder.iterdir())
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [".out.gguf.x.relufy", f".out.gguf.{os.getppid()}.relufy"])
