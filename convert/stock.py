@@ -89,6 +89,10 @@ def _activation_metadata(model: StockModel, k: int | None, report: Report) -> Me
     metadata[schema.KEY_ACTIVATION] = string(model.activation)
     if any(model.thresholds):
         metadata[schema.KEY_THRESHOLD] = array(model.thresholds, GGUFValueType.FLOAT32)
+    if model.activation == usual:
+        report.note("warning: stock llama.cpp ignores the thresholds of this file and computes all neurons (hotcold "
+                    f"reads the key {schema.KEY_THRESHOLD})")
+        return metadata
     advice = "" if model.activation != "relu" or not model.gated else "; --relu-as-silu 10 makes one that it runs right"
     report.note(f"warning: stock llama.cpp runs this file with {usual} instead of {model.activation}, which is wrong "
                 f"(hotcold reads the key {schema.KEY_ACTIVATION}){advice}")

@@ -13,10 +13,13 @@ import argparse
 import contextlib
 import importlib
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from hotcold.runtime.console import complain, discard, emit, end_notes, fill_streams, printable, read_input
@@ -38,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     argv = sys.argv[1:] if argv is None else argv
     fill_streams()
+    _end_by_exception()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 must not end the program
@@ -63,6 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard(sys.stdout)
         return BROKEN_PIPE
+
+
+def _end_by_exception() -> None:
+    """SIGTERM and a closed terminal end the program through its cleanup, as Ctrl-C does, and with the usual status."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    for name in ("SIGTERM", "SIGHUP"):  # the latter is not there on Windows
+        number = getattr(signal, name, None)
+        in_main = threading.current_thread() is threading.main_thread()
+        if number is not None and in_main and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores it
+            signal.signal(number, stop)
 
 
 class _Parser(argparse.ArgumentParser):
