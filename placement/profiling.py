@@ -101,6 +101,9 @@ def _job(path: Path, texts: Corpus | Sequence[str | os.PathLike[str]], tokens: i
     with open_gguf(path) as file:
         config = ModelConfig.from_gguf(file)
         check_sparse(config, path)
+        if config.layout == "stock":
+            raise HotcoldError(f"{safe_text(str(path))}: is a stock GGUF, whose profile fits no file that can be "
+                               "sorted by it: hotcold convert makes it neuron-split; profile that")
         if file.get("tokenizer.ggml.model", "no_vocab") == "no_vocab":
             raise HotcoldError(f"{safe_text(str(path))}: has no vocabulary, so no text can be read with it")
         size = min(N_CTX, config.n_ctx_train) if n_ctx is None else n_ctx

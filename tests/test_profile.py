@@ -598,6 +598,8 @@ def test_models_that_cannot_be_profiled(
     assert "'silu' has no neurons that are off" in said and "hotcold relufy" in said and "hotcold calibrate" in said
     bare = write_model(tmp_path / "bare.gguf", Spec())
     assert "has no vocabulary" in error(capsys, bare, "--text", text)
+    stock = write_model(tmp_path / "stock.gguf", Spec(activation="relu", layout="stock"))
+    assert "is a stock GGUF" in (said := error(capsys, stock, "--text", text)) and "hotcold convert" in said
     assert "cannot be opened" in error(capsys, tmp_path / "none.gguf")
 
 
@@ -614,6 +616,15 @@ def test_nan_weights_name_the_layer(tmp_path: Path, name: str, layer: int) -> No
     path = write_model(tmp_path / "nan.gguf", spec, tensors)
     with pytest.raises(HotcoldError, match=rf"nan.gguf: layer {layer}: NaN or infinite activations in context 0"):
         count(path, random_contexts(2, 20))
+
+
+def test_options_may_come_before_the_model(model: Path, text: Path, tmp_path: Path) -> None:
+    other, out = tmp_path / "other.txt", tmp_path / "p.gguf"
+    other.write_text(TEXT[::-1])
+    options = ["-c", str(CTX), "-t", "1", "--samples", "0", "-o", str(out)]
+    assert main(["profile", *options, "--text", str(text), "--text", str(other), str(model)]) == 0
+    assert load_profile(out).corpus == "ships.txt, other.txt"
+    assert main(["profile", "-o", str(tmp_path / "m.gguf"), "merge", str(out)]) == 0
 
 
 def test_wrong_usage(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
