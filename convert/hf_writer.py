@@ -58,13 +58,13 @@ def write_folder(checkpoint: Checkpoint, out: Path, replaced: Mapping[str, LazyT
     replaced: tensors of F64, F32, F16 or BF16 in place of those of the same name. keys: replace those of config.json.
     progress(name, bytes) is called as tensors are written. Raises HotcoldError.
     """
+    recover(out)
     check_folder(out, force)
     copied = files_to_copy(checkpoint.folder)
     shards = _shards([_item(name, stored, replaced.get(name)) for name, stored in checkpoint.stored.items()], max_shard)
     total = sum(item.n_bytes for shard in shards for item in shard)
     parent = out.absolute().parent
     check_space(parent, total + sum(path.stat().st_size for path in copied))
-    _remove_leftovers(out)
     temporary = parent / f".{out.name}.{os.getpid()}.part"
     try:
         temporary.mkdir()
@@ -83,6 +83,23 @@ def write_folder(checkpoint: Checkpoint, out: Path, replaced: Mapping[str, LazyT
         shutil.rmtree(temporary, ignore_errors=True)
     _sync(parent)
     return total
+
+
+def recover(out: Path) -> None:
+    """Undo what killed runs to the same name left: unfinished folders go, a folder that was being replaced returns."""
+    for suffix in (".part", ".old"):
+        for path in out.absolute().parent.glob(f".{glob_escape(out.name)}.*{suffix}"):
+            number = path.name[len(out.name) + 2:-len(suffix)]
+            alive = number.isdecimal() and int(number) != os.getpid() and psutil.pid_exists(int(number))
+            if not number.isdecimal() or alive or path.is_symlink() or not path.is_dir():
+                continue
+            if suffix == ".old":
+                with suppress(OSError):  # fails where there is a folder with files
+                    os.rename(path, out)  # killed between the two renames of _publish
+                    continue
+                if not (out / "config.json").is_file():
+                    continue
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check_folder(out: Path, force: bool) -> None:
@@ -228,7 +245,9 @@ def _sync(folder: Path) -> None:
 
 
 def _publish(temporary: Path, out: Path, force: bool) -> None:
-    """Give the folder its name. A folder that stands there is checked again, and goes only after it was replaced."""
+    """Give the folder its name. A folder that stands there is checked again, and goes only after it was replaced: what
+    a kill in between leaves under another name is found by recover().
+    """
     check_folder(out, force)
     if not os.path.lexists(out) or not os.listdir(out):
         os.rename(temporary, out)  # onto an empty folder or none
@@ -243,9 +262,3 @@ def _publish(temporary: Path, out: Path, force: bool) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _remove_leftovers(out: Path) -> None:
-    """Remove the temporary folders that a killed run to the same name left."""
-    for path in out.absolute().parent.glob(f".{glob_escape(out.name)}.*.part"):
-        number = path.name[len(out.name) + 2:-len(".part")]
-        if path.is_dir() and not path.is_symlink() and number.isdecimal() and not psutil.pid_exists(int(number)):
-            shutil.rmtree(path, ignore_errors=True)

@@ -142,8 +142,9 @@ def _check_output(args: argparse.Namespace) -> None:
         if not src.is_dir():
             raise HotcoldError(f"--to-hf: {safe_text(str(src))} is not a Hugging Face folder: only one can be written "
                                "back as a folder")
-        from hotcold.convert.hf_writer import check_folder, files_to_copy
+        from hotcold.convert.hf_writer import check_folder, files_to_copy, recover
 
+        recover(out)
         check_folder(out, args.force)
         files_to_copy(src)
     elif os.path.isdir(out):

@@ -113,10 +113,29 @@ def test_a_failure_leaves_nothing_behind(tiny_checkpoint: Get, tmp_path: Path) -
 
 
 def test_what_a_killed_run_left_goes_with_the_next(tiny_checkpoint: Get, tmp_path: Path) -> None:
-    for name in (".out.999999999.part", ".out.x.part", f".out.{os.getppid()}.part"):
+    for name in (".out.999999999.part", ".out.x.part", f".out.{os.getppid()}.part", f".out.{os.getpid()}.part",
+                 ".out.999999999.old"):
         (tmp_path / name).mkdir()
-    write_folder(opened(tiny_checkpoint("llama")), tmp_path / "out", {}, {}, ignore)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    write_folder(opened(tiny_checkpoint("llama")), tmp_path / "out", {}, {}, ignore, force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([".out.x.part", f".out.{os.getppid()}.part", "out"])
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_kill_between_the_renames_loses_nothing(force: bool, tiny_checkpoint: Get, tmp_path: Path) -> None:
+    source, out = opened(tiny_checkpoint("llama")), tmp_path / "out"
+    for name in (".out.999999999.part", ".out.999999999.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    if force:
+        write_folder(source, out, {}, {}, ignore, force=True)
+        assert set(opened(out).stored) == set(source.stored)
+    else:
+        with pytest.raises(HotcoldError, match="exists already"):
+            write_folder(source, out, {}, {}, ignore)
+        assert (out / "config.json").read_text() == ".out.999999999.old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_links_are_followed_inside_the_folder_only(tiny_checkpoint: Get, tmp_path: Path) -> None:
