@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.convert.model import Metadata, array, f32, string, u32
+from hotcold.convert.model import Metadata, array, f32, relufy_metadata, string, u32
 from hotcold.convert.precision import Report
 from hotcold.runtime.errors import HotcoldError
 
@@ -102,6 +102,20 @@ class ConfigReader:
         if len(flags) != n_layer or any(type(flag) is not bool for flag in flags):
             raise self.fail("norm_relu", value, f"true, false or {n_layer} of them, one per layer")
         return flags if any(flags) else []
+
+    def relufied(self, n_layer: int) -> Metadata:
+        """`hotcold_relufy`, what hotcold relufy --to-hf writes: rank, tokens and the error of every layer."""
+        value = self.get("hotcold_relufy")
+        if value is None:
+            return {}
+        known = value if isinstance(value, dict) else {}
+        rank, tokens, error = (known.get(key) for key in ("rank", "tokens", "error"))
+        if not (type(rank) is int and 0 <= rank <= 1 << 20 and type(tokens) is int and 0 <= tokens < 1 << 62
+                and isinstance(error, list) and len(error) == n_layer
+                and all(type(e) in (int, float) and 0 <= e <= 1e30 for e in error)):
+            raise self.fail("hotcold_relufy", value, f"rank, tokens and error, a list of {n_layer} numbers from 0, as "
+                            "hotcold relufy writes them: or leave it out")
+        return relufy_metadata(rank, tokens, [float(e) for e in error])
 
     def only(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
         """The key may be missing, null or one of `allowed`: anything else changes the computation."""

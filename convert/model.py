@@ -15,6 +15,7 @@ import numpy as np
 from gguf import GGUFValueType
 
 from hotcold.convert.lazy import LazyTensor, QType
+from hotcold.runtime import schema
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import safe_text
 
@@ -51,6 +52,15 @@ def array(values: list, sub_type: GGUFValueType) -> MetaValue:
     return MetaValue(values, GGUFValueType.ARRAY, sub_type)
 
 
+def relufy_metadata(rank: int, n_tokens: int, errors: list[float]) -> Metadata:
+    """What hotcold relufy did, for people and reports. errors: [n_layer]."""
+    return {
+        schema.KEY_RELUFY_RANK: u32(rank),
+        schema.KEY_RELUFY_TOKENS: MetaValue(n_tokens, GGUFValueType.UINT64),
+        schema.KEY_RELUFY_ERROR: array(errors, GGUFValueType.FLOAT32),
+    }
+
+
 # Ranges of the GGUF types that this package writes from numbers of a stranger's JSON.
 _RANGES = {
     GGUFValueType.FLOAT32: (-float(np.finfo(np.float32).max), float(np.finfo(np.float32).max)),
@@ -83,7 +93,7 @@ class StockModel:
 
     arch: str
     source: str  # "Hugging Face folder" | "stock GGUF" | "neuron-split GGUF"
-    metadata: Metadata  # without general.architecture, general.file_type and hotcold.*
+    metadata: Metadata  # without general.architecture, general.file_type and, but for hotcold.relufy.*, hotcold.*
     tensors: dict[str, LazyTensor]  # stock name -> tensor, in the order they are to be written
     activation: str
     thresholds: list[float]  # [n_layer]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -26,12 +27,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from hotcold.convert.checkpoint import Checkpoint, open_checkpoint
 from hotcold.convert.gguf_source import load_gguf
 from hotcold.convert.main import terminable, writing_progress
-from hotcold.convert.model import Metadata, StockModel
+from hotcold.convert.model import Metadata, StockModel, relufy_metadata
 from hotcold.convert.neuron_split import split_neurons
 from hotcold.convert.outtype import OUTTYPES
 from hotcold.convert.precision import Report
 from hotcold.convert.relufy_layers import LayerReport, Relufier, Settings, negative_log_likelihood
-from hotcold.convert.relufy_model import Fits, relufied, relufied_tensors, relufy_metadata
+from hotcold.convert.relufy_model import Fits, relufied, relufied_tensors
 from hotcold.convert.relufy_text import make_contexts
 from hotcold.convert.writer import check_name, glob_escape, write_target
 from hotcold.runtime import schema
@@ -123,11 +124,13 @@ def run(args: argparse.Namespace) -> int:
         fits = Fits(args.outfile.absolute().parent, trace.config.n_ff, trace.config.n_embd, args.rank)
         stack.callback(fits.close)
         reports, before = _fit(args, trace, contexts, n_held_out, fits, console)
+        n_tokens, errors = contexts[:-n_held_out].size, [float(r.error) for r in reports]
         if args.to_hf:
-            size = _write_folder(args, source, fits, console)
+            mark = {"rank": args.rank, "tokens": n_tokens, "error": errors}
+            size = _write_folder(args, source, fits, mark, console)
         else:
             model = relufied(source.model, fits, _orders(trace), source.report)
-            metadata = relufy_metadata(args.rank, contexts[:-n_held_out].size, reports)
+            metadata = relufy_metadata(args.rank, n_tokens, errors)
             size = _write_file(args, model, metadata, source.report, console)
         trace.close()
         after = _perplexity_of_output(args, contexts[-n_held_out:], folder, console)
@@ -291,13 +294,13 @@ def _write_file(args: argparse.Namespace, model: StockModel, metadata: Metadata,
         return write_target(target, args.outfile, progress, model.release, args.force)
 
 
-def _write_folder(args: argparse.Namespace, source: Source, fits: Fits, console: Console) -> int:
+def _write_folder(args: argparse.Namespace, source: Source, fits: Fits, mark: dict[str, Any], console: Console) -> int:
     from hotcold.convert.hf_writer import write_folder
 
     if source.checkpoint is None:
         raise HotcoldError("--to-hf: the source is not a Hugging Face folder")
     tensors = relufied_tensors(source.checkpoint, fits, source.report)
-    keys = {"hidden_act": "relu", "intermediate_size": fits.n_ff[0] + fits.rank}
+    keys = {"hidden_act": "relu", "intermediate_size": fits.n_ff[0] + fits.rank, "hotcold_relufy": mark}
     kept = sum(s.end - s.begin for name, s in source.checkpoint.stored.items() if name not in tensors)
     with writing_progress(console, kept + sum(t.n_bytes for t in tensors.values())) as progress:
         return write_folder(source.checkpoint, args.outfile, tensors, keys, progress, args.force)

@@ -21,10 +21,9 @@ from gguf import GGUFValueType
 
 from hotcold.convert.checkpoint import Checkpoint
 from hotcold.convert.lazy import LazyTensor, QType, from_array, to_float32
-from hotcold.convert.model import Metadata, MetaValue, StockModel, array, u32
+from hotcold.convert.model import Metadata, StockModel, array, u32
 from hotcold.convert.precision import Report, cast
 from hotcold.convert.relufy_fit import LayerFit
-from hotcold.convert.relufy_layers import LayerReport
 from hotcold.runtime import schema
 from hotcold.runtime.atomic import MARGIN
 from hotcold.runtime.errors import HotcoldError
@@ -109,15 +108,6 @@ def _neuron_count(model: StockModel, n_ff: list[int]) -> Metadata:
     if len(set(n_ff)) == 1:
         return {key: u32(n_ff[0])}
     return {key: array(n_ff, GGUFValueType.UINT32)}
-
-
-def relufy_metadata(rank: int, n_tokens: int, reports: list[LayerReport]) -> Metadata:
-    """What was done, for people and reports."""
-    return {
-        schema.KEY_RELUFY_RANK: u32(rank),
-        schema.KEY_RELUFY_TOKENS: MetaValue(n_tokens, GGUFValueType.UINT64),
-        schema.KEY_RELUFY_ERROR: array([float(r.error) for r in reports], GGUFValueType.FLOAT32),
-    }
 
 
 def extended(t: LazyTensor, rows: np.ndarray, report: Report, change: np.ndarray | None = None) -> LazyTensor:

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from small_models import Reference, Spec, make_tensors, write_model
 
 from hotcold.convert import relufy, relufy_fit
+from hotcold.convert.hf_config import ConfigReader
 from hotcold.convert.relufy_fit import (
     Bends,
     Equations,
@@ -441,12 +442,27 @@ def test_a_folder_comes_back_as_a_folder(case: str, options: dict[str, Any], tin
     relufy_run(source, "-o", folder, "--to-hf", *COMMON)
     config = json.loads((folder / "config.json").read_text())
     before = json.loads((source / "config.json").read_text())
+    mark = config.pop("hotcold_relufy")
     assert config == before | {"hidden_act": "relu", "intermediate_size": 176 + 16}
     run_convert(folder, "-o", own, "--outtype", "f32")
     relufy_run(source, "-o", direct, "--outtype", "f32", *COMMON)
+    with open_gguf(own) as f, open_gguf(direct) as g:
+        for key in (schema.KEY_RELUFY_RANK, schema.KEY_RELUFY_TOKENS):
+            assert f.metadata[key] == g.metadata[key] == mark[key.rsplit(".", 1)[1]]
+        np.testing.assert_array_equal(f.metadata[schema.KEY_RELUFY_ERROR], np.float32(mark["error"]))
+        np.testing.assert_allclose(f.metadata[schema.KEY_RELUFY_ERROR], g.metadata[schema.KEY_RELUFY_ERROR], rtol=0.01)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["direct.gguf", "hf", "own.gguf"]
     np.testing.assert_allclose(logits(own, "dense"), logits(direct, "dense"), atol=1e-5 if case == "llama" else 0.3)
     np.testing.assert_array_equal(logits(own, "exact", True), logits(own, "dense", True))
+
+
+@pytest.mark.parametrize("mark", [
+    7, {}, {"rank": -1, "tokens": 5, "error": [0.1] * 3}, {"rank": 4, "tokens": 5, "error": [0.1] * 2},
+    {"rank": True, "tokens": 5, "error": [0.1] * 3}, {"rank": 4, "tokens": 5, "error": [0.1, float("nan"), 0.1]}])
+def test_a_damaged_mark_is_refused(mark: Any) -> None:
+    with pytest.raises(HotcoldError, match=r"config\.json: hotcold_relufy is .*: allowed: rank, tokens and error"):
+        ConfigReader({"hotcold_relufy": mark}).relufied(3)
+    assert ConfigReader({}).relufied(3) == {}
 
 
 # ------------------------------------------------------------------ what is refused

@@ -43,6 +43,7 @@ def _load(checkpoint: Checkpoint, report: Report, vocab: bool, ignore_unknown: b
     model = family.build(checkpoint, reader, report)
     model.release = checkpoint.release
     model.norm_relu = reader.norm_relu(model.n_layer)
+    model.metadata |= reader.relufied(model.n_layer)
     reader.finish(str(name), ignore_unknown, report)
     if vocab:
         model.metadata |= vocabulary_metadata(checkpoint, model.tensors["token_embd.weight"].n_rows, report)
