@@ -24,12 +24,16 @@ from rich.text import Text
 
 from hotcold.placement.hardware import Hardware
 from hotcold.placement.machine import Machine, Say, describe_machine, figures
+from hotcold.placement.predictor import computed, rows_of
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import emit
-from hotcold.runtime.facts import read_counts
+from hotcold.runtime.errors import GGUFError, HotcoldError
+from hotcold.runtime.facts import fires, read_counts
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 from hotcold.runtime.inspect import format_bytes
+from hotcold.runtime.plan import choose_sparsity
+from hotcold.runtime.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -43,31 +47,45 @@ class ModelReads:
     exact: int | None  # None: not possible or not known, see `why`
     why: str
     size: int  # bytes of the file
+    mode: str  # what hotcold runs it in: "exact" | "dense"; "": it does not
 
 
 def model_reads(file: GGUFFile, config: ModelConfig) -> ModelReads:
-    """Dense: every matrix once, of the embedding one row. Exact: value rows only of neurons that fire."""
+    """Dense: every matrix once, of the embedding one row. Exact: the rest of a neuron's rows only if it fires.
+
+    Raises GGUFError for tensors that the model cannot have.
+    """
+    mode = why = ""
+    try:
+        load_weights(file, config)
+        mode = choose_sparsity(config, "auto")[0]
+    except GGUFError:
+        raise
+    except HotcoldError as e:  # of types that are not computed
+        why = str(e)
     tables = (schema.FFN_NEURON_ID, schema.FFN_NEURON_COUNT, *schema.PRED_TENSORS)
     tied = "output.weight" not in file.tensors
-    dense, values = 0, [0] * config.n_layer
+    dense = 0
     for name, info in file.tensors.items():
         part = name.split(".", 2)[2] if name.startswith("blk.") else ""
         if part in tables or name == "position_embd.weight" or name == "token_embd.weight" and not tied:
             continue
         dense += info.n_bytes
-        if part in (schema.FFN_UP_DOWN, schema.FFN_DOWN_T):
-            values[int(name.split(".")[1])] += info.n_bytes
-    exact, why = None, ""
+    exact = None
     counts = read_counts(file, config)
-    if config.activation not in schema.SPARSE_ACTIVATIONS:
-        why = f"activation {config.activation} has no neurons that are off: hotcold relufy makes a model that has"
+    if why:
+        pass
+    elif not fires(config):
+        why = (f"activation {config.activation} has no neurons that are off: hotcold relufy makes a model that has, "
+               "hotcold calibrate sets thresholds")  # fmt: skip
     elif config.layout != "neuron-split":
         why = "stock layout: hotcold convert makes a file that can skip neurons"
     elif counts is None:
         why = "not known how many neurons fire: hotcold profile counts, hotcold place stores"
     else:
-        exact = dense - round(sum(v * s for v, s in zip(values, counts.sparsity, strict=True)))
-    return ModelReads(safe_text(str(file.path)), config.activation, config.layout, dense, exact, why, file.size)
+        layers = [(rows_of(file, config, n), computed(config, n, 1 - s)) for n, s in enumerate(counts.sparsity)]
+        exact = dense - round(sum(rows.total * (1 - rows.exact(share)) for rows, share in layers))
+    return ModelReads(safe_text(str(file.path)), config.activation, config.layout, dense, exact, why, file.size, mode)
 
 
 def would_do(machine: Machine, reads: ModelReads | None) -> list[str]:
@@ -80,9 +98,11 @@ def would_do(machine: Machine, reads: ModelReads | None) -> list[str]:
     else:
         lines = [f"no GPU ({machine.gpu_reason}): everything is computed on the CPU, {threads}"]
     if reads is None:
-        return [*lines, "ReLU models run in exact mode (neurons that are off are skipped), SiLU and GELU models dense"]
-    sparse = reads.activation in schema.SPARSE_ACTIVATIONS and reads.layout == "neuron-split"
-    lines.append(f"{reads.path}: {'exact' if sparse else 'dense'} mode" + (f" ({reads.why})" if reads.why else ""))
+        return [*lines, "ReLU models run in exact mode (neurons that are off are skipped), so do "
+                "SiLU and GELU models with thresholds, others dense"]
+    if not reads.mode:
+        return [*lines, f"it does not run this file: {reads.why}"]
+    lines.append(f"{reads.path}: {reads.mode} mode" + (f" ({reads.why})" if reads.why else ""))
     if reads.size > machine.ram:
         lines.append(f"the file ({format_bytes(reads.size)}) is larger than RAM ({format_bytes(machine.ram)}): tokens "
                      "wait for the disk")  # fmt: skip

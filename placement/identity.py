@@ -15,6 +15,7 @@ import numpy as np
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.gguf_file import GGUFFile
+from hotcold.runtime.weights import load_weights
 
 SAMPLED_NEURONS = 16  # per layer, evenly spaced
 SAMPLED_BYTES = 4096  # at the beginning and the end of every other tensor
@@ -25,7 +26,8 @@ _ADDED = (schema.FFN_NEURON_ID, schema.FFN_NEURON_COUNT, *schema.PRED_TENSORS)
 
 
 def model_id(file: GGUFFile, config: ModelConfig) -> str:
-    """SHA-256 in hex. Reads some kilobytes per tensor."""
+    """SHA-256 in hex. Reads some kilobytes per tensor. Raises HotcoldError for tensors that the model cannot have."""
+    load_weights(file, config)
     digest = hashlib.sha256()
     shape = (config.arch, config.layout, config.n_embd, config.n_ff, config.activation, config.gated,
              config.thresholds)  # fmt: skip

@@ -16,9 +16,9 @@ from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, safe_text
 from hotcold.runtime.kernels import formats
+from hotcold.runtime.weights import load_weights
 
 ALIGNMENT = 256  # every array on the GPU starts at a multiple
-N_BATCH = 256  # tokens of a prompt that are computed at once
 KV_BYTES = {"f16": 2, "f32": 4}
 _ARRAYS = 40  # on the GPU, at most: per layer, and outside the layers
 # Key rows as layers with a ReLU after their norms have them: by input column.
@@ -77,10 +77,11 @@ class ModelBytes:
 
 
 def model_bytes(file: GGUFFile, config: ModelConfig, n_ctx: int, kv_type: str = "f16") -> ModelBytes:
-    """Raises HotcoldError for a file that is not neuron-split."""
+    """Raises HotcoldError for a file that is not neuron-split, or whose tensors are not those of its model."""
     if config.layout != "neuron-split":
         raise HotcoldError(f"{safe_text(str(file.path))}: the layout is {config.layout!r}, placement needs "
                            "neuron-split: run hotcold convert on this file first")  # fmt: skip
+    load_weights(file, config)
     parts: list[dict[str, int]] = [{} for _ in range(config.n_layer)]
     outside: dict[str, int] = {}
     for name, info in file.tensors.items():
@@ -118,12 +119,14 @@ def _layer(config: ModelConfig, number: int, sizes: dict[str, int], kv: int) -> 
     return LayerBytes(n_ff, attention, kv, predictor, -(-key // n_ff), -(-value // n_ff), by_column)
 
 
-def workspace_bytes(config: ModelConfig, n_batch: int = N_BATCH) -> int:
+def workspace_bytes(config: ModelConfig) -> int:
     """Activations of a block of tokens in f32 and as act blocks, scores, logits, lists of neurons, alignment."""
+    from hotcold.runtime.engine import N_BATCH  # compiles kernels: not for `place --help`
+
     c = config
     q, kv, n_ff = c.n_head * c.head_dim, c.n_head_kv * c.head_dim, max(c.n_ff)
     values = 2 * c.n_embd + 2 * q + 2 * kv + n_ff * (2 if c.gated else 1)  # x, h, q, att, k, v, g, u
     act_blocks = -(-max(c.n_embd, q, n_ff) // formats.BLOCK) * formats.ACT_BYTES
     lists = 2 * 4 * n_ff + 4 * n_ff  # who fires on the GPU and on the CPU, and with what value
     padding = ALIGNMENT * _ARRAYS * (c.n_layer + 1)
-    return n_batch * (4 * values + act_blocks) + 4 * c.n_vocab + lists + 4 * c.n_embd + padding
+    return N_BATCH * (4 * values + act_blocks) + 4 * c.n_vocab + lists + 4 * c.n_embd + padding

@@ -192,6 +192,12 @@ def rows_of(file: GGUFFile, config: ModelConfig, layer: int) -> Rows:
     return Rows(n_ff, key + bundle // 2, bundle // 2)  # |act(key) * up| against a threshold needs the up row too
 
 
+def computed(config: ModelConfig, layer: int, fired: float) -> float:
+    """Share of a layer's neurons that exact mode computes, of which this share fired."""
+    dense = config.activation in schema.DENSE_ACTIVATIONS and config.thresholds[layer] == 0
+    return 1.0 if dense else fired
+
+
 # ------------------------------------------------------------------ to and from files
 
 

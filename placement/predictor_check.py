@@ -47,7 +47,7 @@ class Cost:
                f"read {100 * self.bytes_exact:.1f} % and {100 * self.bytes_predict:.1f} % ({self.tokens} held-out "
                "tokens)"]  # fmt: skip
         if not self.loss <= MUCH:
-            out.append(f"predicting costs more than {MUCH:.0%} of perplexity: raise --target-recall of hotcold "
+            out.append(f"predicting costs more than {100 * MUCH:g} % of perplexity: raise --target-recall of hotcold "
                        "train-predictor, or use --sparsity exact")  # fmt: skip
         return out
 

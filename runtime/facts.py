@@ -21,6 +21,11 @@ MAX_PLACEMENTS = 4096
 _U32 = (1 << 32) - 1
 
 
+def fires(config: ModelConfig) -> bool:
+    """Whether some of the model's neurons can be off: by their activation, or by a threshold on what they add."""
+    return config.activation in schema.SPARSE_ACTIVATIONS or any(config.thresholds)
+
+
 @dataclass(frozen=True)
 class Counts:
     """How often each neuron fired. Neurons in stored order."""

@@ -22,7 +22,7 @@ from rich.text import Text
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
-from hotcold.runtime.facts import read_counts, read_placement_facts, read_predictor_facts
+from hotcold.runtime.facts import fires, read_counts, read_placement_facts, read_predictor_facts
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 from hotcold.runtime.gguf_parse import type_text
 from hotcold.runtime.weights import load_weights
@@ -89,11 +89,10 @@ def _summary(f: GGUFFile) -> Table:
     except GGUFError as e:
         _add(table, "runs", f"no: {_without_path(f, e)}")
         return table
-    sparse = config.activation in schema.SPARSE_ACTIVATIONS
     _add(table, "layers", f"{config.n_layer}, embedding {config.n_embd}, vocabulary {config.n_vocab}")
     _add(table, "attention", f"{config.n_head} heads, {config.n_head_kv} for keys and values, size {config.head_dim}")
     _add(table, "FFN", f"{_range(config.n_ff)} neurons, {'gated' if config.gated else 'not gated'}, "
-                       f"{config.activation} ({'neurons switch off' if sparse else 'dense'})")  # fmt: skip
+                       f"{config.activation} ({_off(config)})")  # fmt: skip
     if any(config.thresholds):
         _add(table, "thresholds", _range(config.thresholds))
     if any(config.window):
@@ -107,6 +106,15 @@ def _summary(f: GGUFFile) -> Table:
             except GGUFError as e:
                 _add(table, row, f"unusable: {_without_path(f, e)}")
     return table
+
+
+def _off(config: ModelConfig) -> str:
+    if not fires(config):
+        return "dense"
+    if config.activation in schema.SPARSE_ACTIVATIONS:
+        return "neurons switch off"
+    n = sum(t > 0 for t in config.thresholds)
+    return f"neurons switch off by thresholds in {n} of {config.n_layer} layers"
 
 
 def _counts(f: GGUFFile, config: ModelConfig) -> Iterator[str]:

@@ -20,10 +20,12 @@ from small_models import Spec, make_tensors, write_model
 from hotcold.placement import doctor, machine
 from hotcold.placement.doctor import would_do
 from hotcold.placement.hardware import Hardware, from_json
+from hotcold.placement.identity import model_id
 from hotcold.placement.machine import Machine, find_gpu, last_level_cache, machine_hardware, measure, memory_limit
+from hotcold.placement.memory import model_bytes
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
-from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.errors import GGUFError, HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
 
 MACHINE = Machine(cpu="a CPU", features=("avx2",), missing=(), logical=4, cores=2, allowed=4, cgroup=math.inf,
@@ -93,8 +95,9 @@ def call(*arguments: str) -> int:
     return doctor.run(parser.parse_args(list(arguments)))
 
 
-def counted_model(path: Path, share: float = 0.25, **changes: Any) -> Path:
-    spec = Spec(metadata={schema.KEY_PROFILE_TOKENS: 1000, schema.KEY_PROFILE_CORPUS: "a text"}, **changes)
+def counted_model(path: Path, share: float = 0.25, thresholds: tuple[float, ...] = (), **changes: Any) -> Path:
+    metadata = {schema.KEY_PROFILE_TOKENS: 1000, schema.KEY_PROFILE_CORPUS: "a text"}
+    spec = Spec(metadata=metadata | ({schema.KEY_THRESHOLD: list(thresholds)} if thresholds else {}), **changes)
     tensors = make_tensors(spec)
     for layer in range(spec.n_layer):
         counts = np.full(96, round(1000 * share), np.int64)
@@ -246,10 +249,41 @@ def test_models_that_cannot_be_exact(tmp_path: Path) -> None:
         assert words in " ".join(would_do(MACHINE, reads))
 
 
+def test_models_with_thresholds_run_exact(tmp_path: Path) -> None:
+    """Key and up rows are read to know the values; layers without threshold compute all."""
+    path = counted_model(tmp_path / "m.gguf", share=0.25, activation="silu", thresholds=(0.1, 0.0))
+    with open_gguf(path) as file:
+        reads = doctor.model_reads(file, ModelConfig.from_gguf(file))
+    down = 96 * 64 * 4  # bytes of a layer's down rows
+    assert reads.mode == "exact" and reads.exact == reads.dense - down * 3 // 4
+    assert would_do(MACHINE, reads)[1].endswith("m.gguf: exact mode")
+
+
+def test_types_that_are_not_computed(tmp_path: Path) -> None:
+    spec = Spec(layout="stock")
+    tensors = make_tensors(spec)
+    tensors["blk.0.attn_q.weight"] = (Type.Q5_0, tensors["blk.0.attn_q.weight"][1])
+    with open_gguf(write_model(tmp_path / "m.gguf", spec, tensors)) as file:
+        reads = doctor.model_reads(file, ModelConfig.from_gguf(file))
+    assert reads.exact is None and "does not run this file" in would_do(MACHINE, reads)[1]
+    assert "hotcold convert" in would_do(MACHINE, reads)[1]
+
+
+@pytest.mark.parametrize("name", ["blk.x.ffn_up_down.weight", "blk.7", "blk.", "blk.0."])
+def test_tensor_names_that_are_none(name: str, tmp_path: Path) -> None:
+    spec = Spec()
+    tensors = make_tensors(spec) | {name: (Type.F32, np.zeros(4, np.float32))}
+    with open_gguf(write_model(tmp_path / "m.gguf", spec, tensors)) as file:
+        config = ModelConfig.from_gguf(file)
+        for read in (doctor.model_reads, model_id, lambda f, c: model_bytes(f, c, 64)):
+            with pytest.raises(GGUFError, match="is not part of architecture"):
+                read(file, config)
+
+
 def test_says_what_stands_in_the_way() -> None:
     lacking = replace(MACHINE, missing=("avx2", "fma"))
     assert would_do(lacking, None) == ["this CPU lacks avx2, fma, which the kernels need: hotcold does not run here"]
-    reads = doctor.ModelReads("m.gguf", "relu", "neuron-split", 9 << 30, 5 << 30, "", 9 << 30)
+    reads = doctor.ModelReads("m.gguf", "relu", "neuron-split", 9 << 30, 5 << 30, "", 9 << 30, "exact")
     assert "the file (9.0 GiB) is larger than RAM (8.0 GiB)" in would_do(MACHINE, reads)[-1]
     gpu = replace(MACHINE, gpus=("Card",))
     assert would_do(gpu, None)[0].startswith("Card: hotcold place plans")

@@ -185,3 +185,9 @@ def test_shows_placements(tmp_path: Path) -> None:
 def test_placements_that_cannot_be(change: dict[str, Any], text: str, tmp_path: Path) -> None:
     row, = known(tmp_path, PROFILED | PLACED | change, COUNTS)["placements"]
     assert row.startswith("unusable: ") and text in row
+
+
+def test_thresholds_switch_neurons_off(tmp_path: Path) -> None:
+    spec = Spec(activation="silu", metadata={schema.KEY_THRESHOLD: [0.5, 0.0]})
+    text = "\n".join(file_lines(write_model(tmp_path / "m.gguf", spec)))
+    assert "silu (neurons switch off by thresholds in 1 of 2 layers)" in text

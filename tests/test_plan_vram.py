@@ -232,10 +232,11 @@ def test_predictors_are_counted_and_used(tmp_path: Path) -> None:
     })  # fmt: skip
     tensors = make_tensors(spec)
     tensors["blk.0.ffn_pred_sign"] = (Type.I32, np.zeros((256, 2), np.int32))
+    tensors["blk.0.ffn_pred_out.bias"] = (Type.F32, np.zeros(256, np.float32))
     with open_gguf(write_model(tmp_path / "m.gguf", spec, tensors)) as file:
         config = ModelConfig.from_gguf(file)
         sizes = model_bytes(file, config, 64)
-        assert [s.predictor for s in sizes.layers] == [256 * 2 * 4, 0]
+        assert [s.predictor for s in sizes.layers] == [256 * 3 * 4, 0]
         layers = plan_vram._layers(file, config, sizes, [np.full(256, 0.1)] * 2, (True, True))
     key = sizes.layers[0].key_row
     assert layers[0].decide == pytest.approx(np.full(256, 0.125 * key))
