@@ -94,6 +94,12 @@ def profile_model(
         return execute(run, base, keeper, Path(folder) / "profile" if target is None else target)
 
 
+def count_contexts(path: str | os.PathLike[str], texts: Corpus | Sequence[str | os.PathLike[str]] = (),
+                   tokens: int | None = TOKENS, n_ctx: int | None = None) -> int:
+    """Contexts that profile_model() would count, so the most shards there can be. Raises the same errors."""
+    return len(_job(Path(path), texts, tokens, n_ctx, 0, (0, 1)).wanted)
+
+
 def _job(path: Path, texts: Corpus | Sequence[str | os.PathLike[str]], tokens: int | None, n_ctx: int | None,
          samples: int | None, shard: tuple[int, int]) -> Job:
     if not 0 <= shard[0] < shard[1]:

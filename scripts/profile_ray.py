@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 from hotcold.placement.profile import Profile, merge_profiles
 from hotcold.placement.profile_file import State, write_profile
-from hotcold.placement.profiling import TOKENS, print_summary, profile_model, progress_bar
+from hotcold.placement.profiling import TOKENS, count_contexts, print_summary, profile_model, progress_bar
 from hotcold.runtime.atomic import check_output
 from hotcold.runtime.corpus import Corpus, read_corpus
 from hotcold.runtime.errors import HotcoldError
@@ -36,15 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("-o", "--outfile", type=Path, required=True)
-    parser.add_argument("--text", type=Path, nargs="+", action="extend", default=[])
-    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--text", type=Path, action="append", default=[], help="may be given several times")
+    parser.add_argument("--tokens", type=_count, default=TOKENS)
     parser.add_argument("--all", action="store_true", help="count all of the text")
-    parser.add_argument("-c", "--ctx", type=int)
-    parser.add_argument("--samples", type=int)
-    parser.add_argument("--shards", type=int, default=0, help="default: as many as tasks fit into the cluster at once")
-    parser.add_argument("-t", "--threads", type=int, default=1, help="threads and CPUs per shard (default 1)")
+    parser.add_argument("-c", "--ctx", type=_count)
+    parser.add_argument("--samples", type=_whole)
+    parser.add_argument("--shards", type=_count,
+                        help="default: as many as tasks fit into the cluster at once; at most one per context")
+    parser.add_argument("-t", "--threads", type=_count, default=1, help="threads and CPUs per shard (default 1)")
     parser.add_argument("--address", help="of the cluster, for example auto (default: this machine)")
-    parser.add_argument("--cpus", type=int, help="CPUs of a Ray on this machine (default: all)")
+    parser.add_argument("--cpus", type=_count, help="CPUs of a Ray on this machine (default: all)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     args = parser.parse_args(argv)
     try:
@@ -64,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         corpus = read_corpus(args.text)
         ray.init(address=args.address, num_cpus=args.cpus, log_to_driver=False, include_dashboard=False)
         try:
-            shards = args.shards or max(1, int(ray.cluster_resources().get("CPU", 1)) // args.threads)
+            cpus = int(ray.cluster_resources().get("CPU", 1))
+            if args.address is None and args.threads > cpus:  # the task would wait for ever
+                raise HotcoldError(f"--threads {args.threads}: Ray has {cpus} CPUs here: use fewer threads, or --cpus")
+            shards = args.shards or max(1, cpus // args.threads)
             profile = profile_on_cluster(ray, args.model.resolve(), corpus, shards, settings, keep)
         finally:
             ray.shutdown()
@@ -79,9 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def profile_on_cluster(ray: Any, model: Path, corpus: Corpus, shards: int, settings: dict[str, int | None],
                        keep: Callable[[Profile, bool], None]) -> Profile:
-    """All shards as tasks of a running Ray, merged. keep gets the whole, or what is done when something fails."""
+    """All shards as tasks of a running Ray, merged. keep gets the whole, or what is done when something fails.
+
+    There are at most as many shards as contexts.
+    """
     count = ray.remote(num_cpus=settings["threads"], max_retries=TRIES)(count_shard)
     text = ray.put(corpus)
+    # As a task, for the model is on the nodes.
+    most = _result(ray, ray.remote(max_retries=TRIES)(count_contexts).remote(str(model), text, settings["tokens"],
+                                                                             settings["n_ctx"]))  # fmt: skip
+    shards = min(shards, most)
     waiting = [count.remote(str(model), text, i, shards, settings) for i in range(shards)]
     done: list[Profile] = []
     try:
@@ -107,15 +119,26 @@ def count_shard(model: str, corpus: Corpus, i: int, n: int, settings: dict[str, 
     return profile_model(model, corpus, shard=(i, n), **settings)
 
 
-def _result(ray: Any, task: Any) -> Profile:
+def _result(ray: Any, task: Any) -> Any:
     try:
-        profile: Profile = ray.get(task)
-        return profile
+        return ray.get(task)
     except ray.exceptions.RayTaskError as e:
         cause = e.cause
         raise HotcoldError(str(cause) if isinstance(cause, HotcoldError) else f"a shard failed: {cause!r}") from None
     except ray.exceptions.RayError as e:
         raise HotcoldError(f"a shard failed: {' '.join(str(e).split())[:300]}") from None
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,15}", text):  # int() takes the digits of all scripts
+        raise argparse.ArgumentTypeError("must be a whole number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if _whole(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 if __name__ == "__main__":
