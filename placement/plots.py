@@ -128,8 +128,9 @@ def sparsity(facts: Facts) -> bytes:
             (axes[0, 1], facts.skew, ORANGE, "Skew: neurons for 80 % of firings"),
         ):
             axis.bar(x, 100 * values, color=colour, width=0.8)
-            axis.axhline(100 * values.mean(), color="#333333", linewidth=1, linestyle="--")
-            axis.set_title(f"{title}, mean {100 * values.mean():.0f} %")
+            mean = 100 * facts.mean(values)
+            axis.axhline(mean, color="#333333", linewidth=1, linestyle="--")
+            axis.set_title(f"{title}, mean {mean:.0f} %")
             axis.set_ylabel("share of neurons")
             _percent(axis)
             _layers(axis, facts.n_layer)

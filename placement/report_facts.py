@@ -81,6 +81,11 @@ class Facts:
     def n_layer(self) -> int:
         return self.config.n_layer
 
+    def mean(self, values: np.ndarray, used: np.ndarray | None = None) -> float:
+        """Over all layers, or (bool [n_layer]) these; a layer weighs what it has of the neurons."""
+        layers = np.ones(self.n_layer, bool) if used is None else used
+        return float(np.average(values[layers], weights=np.array(self.config.n_ff)[layers]))
+
 
 def gather(file: GGUFFile, config: ModelConfig, profile: Profile | None, profile_name: str = "") -> Facts:
     """Raises HotcoldError for a model without counts, and for what cannot be."""

@@ -46,8 +46,8 @@ def report_page(facts: Facts) -> str:
     if missing:
         sections.append(Section("missing", "Not in this report", [notes(missing)]))
     tiles = [
-        ("neurons off (sparsity)", percent(_mean(facts, facts.sparsity))),
-        ("make 80 % of the firings", percent(float(facts.skew.mean()))),
+        ("neurons off (sparsity)", percent(facts.mean(facts.sparsity))),
+        ("make 80 % of the firings", percent(facts.mean(facts.skew))),
         ("FFN bytes read, exact", percent(_weighted(facts, facts.exact))),
     ]
     if facts.predict is not None:
@@ -58,11 +58,6 @@ def report_page(facts: Facts) -> str:
     counted = f"counts of {facts.source}: {facts.tokens} tokens"
     return page(f"Neurons of {name}", f"{facts.path}; {counted}{' of ' + facts.corpus if facts.corpus else ''}",
                 tiles, sections)  # fmt: skip
-
-
-def _mean(facts: Facts, values: np.ndarray) -> float:
-    """Over all neurons: layers weigh what they have of them."""
-    return float(np.average(values, weights=facts.config.n_ff))
 
 
 def _weighted(facts: Facts, shares: np.ndarray) -> float:
@@ -76,7 +71,7 @@ def _extremes(values: np.ndarray) -> str:
 
 
 def _activity(facts: Facts) -> Section:
-    top = float(facts.top_tenth.mean())
+    top = facts.mean(facts.top_tenth)
     seen = ("The most active tenth of a layer's neurons makes "
             f"{percent(top)} of its firings on average: {_extremes(facts.top_tenth)}.")  # fmt: skip
     headings = ["layer", "neurons", "never fired", "most active", "median", "top 10 % of neurons make"]
@@ -97,7 +92,7 @@ def _activity(facts: Facts) -> Section:
 
 
 def _sparsity(facts: Facts) -> Section:
-    seen = f"{percent(_mean(facts, facts.sparsity))} of the neurons are off for a token: {_extremes(facts.sparsity)}."
+    seen = f"{percent(facts.mean(facts.sparsity))} of the neurons are off for a token: {_extremes(facts.sparsity)}."
     rows = [[layer, percent(s, 2), percent(k, 2)] for layer, (s, k) in enumerate(zip(facts.sparsity, facts.skew,
                                                                                     strict=True))]  # fmt: skip
     return Section("sparsity", "Sparsity and skew", [
@@ -106,7 +101,7 @@ def _sparsity(facts: Facts) -> Section:
                   "gained by keeping these few where reading is fast."),
         figure(plots.sparsity(facts), seen, seen),
         table("Sparsity and skew per layer", ["layer", "sparsity", "skew"], rows,
-              last=["mean", percent(float(facts.sparsity.mean()), 2), percent(float(facts.skew.mean()), 2)]),
+              last=["mean", percent(facts.mean(facts.sparsity), 2), percent(facts.mean(facts.skew), 2)]),
     ])  # fmt: skip
 
 
@@ -155,10 +150,10 @@ def _predictors(facts: Facts) -> Section | None:
     if measured and used.any():
         seen = f"{int(used.sum())} of {facts.n_layer} layers are predicted"
         if found.recall is not None:
-            seen += f", with a recall of {percent(float(found.recall[used].mean()))} on average"
+            seen += f", with a recall of {percent(facts.mean(found.recall, used))} on average"
         if found.density is not None:
-            seen += f"; {percent(float(found.density[used].mean()))} of their neurons are predicted to fire and "
-            seen += f"{percent(float((1 - facts.sparsity)[used].mean()))} do"
+            seen += f"; {percent(facts.mean(found.density, used))} of their neurons are predicted to fire and "
+            seen += f"{percent(facts.mean(1 - facts.sparsity, used))} do"
         body.append(figure(plots.predictors(facts), seen + ".", seen + "."))
     elif not measured:
         body.append(notes(["The file does not say how good its predictors are: hotcold train-predictor measures it."]))

@@ -240,14 +240,15 @@ def result_table(results: Sequence[Result], profile: Profile, wanted: Wanted) ->
         table.add_row(str(layer), kind, f"{off[layer]:.1%}", f"{skew(profile.fired[layer]):.1%}", str(r.rank or "-"),
                       *_percent(q.recall, q.recall_magnitude, q.precision, q.density), f"{r.n_bytes / 1e3:.1f} kB",
                       *_percent(r.exact, r.predict))  # fmt: skip
-    table.add_row("mean", "", *_percent(float(off.mean())), "", "", *_means(results))
+    table.add_row("mean", "", *_percent(float(np.average(off, weights=profile.n_ff))), "", "", *_means(results))
     return table
 
 
 def _means(results: Sequence[Result]) -> list[str]:
-    """Of all layers; bytes weighted by the layers' sizes. A layer that falls back has what exact has."""
+    """Of all layers, weighted by their neurons; bytes by theirs. A layer that falls back has what exact has."""
     qualities = [without(r.rows, r.quality.active, "").quality if r.predictor is None else r.quality for r in results]
-    means = [float(np.mean([getattr(q, name) for q in qualities]))
+    neurons = [r.rows.n_ff for r in results]
+    means = [float(np.average([getattr(q, name) for q in qualities], weights=neurons))
              for name in ("recall", "recall_magnitude", "precision", "density")]  # fmt: skip
     sizes = [r.rows.total for r in results]
     n_bytes = sum(r.n_bytes for r in results if r.predictor is not None)

@@ -45,6 +45,11 @@ class Counts:
         """Per layer, the share of neurons that are off."""
         return [1.0 - float(fired.sum()) / (self.tokens * len(fired)) for fired in self.fired]
 
+    @property
+    def mean_sparsity(self) -> float:
+        """Of all pairs of a token and a neuron of the model, the share that is off: layers weigh by their neurons."""
+        return 1.0 - sum(float(f.sum()) for f in self.fired) / (self.tokens * sum(map(len, self.fired)))
+
 
 def read_counts(file: GGUFFile, config: ModelConfig) -> Counts | None:
     """Raises GGUFError for counts that only some layers have, or that cannot be."""

@@ -125,8 +125,7 @@ def _counts(f: GGUFFile, config: ModelConfig) -> Iterator[str]:
     source = f"{counts.tokens} tokens of {safe_text(counts.corpus, _SHOWN_CHARACTERS) or 'an unnamed text'}"
     yield f"sorted by frequency: {'yes' if counts.sorted else 'no, but counted'}, {source}"
     low, high = min(counts.sparsity), max(counts.sparsity)
-    mean = 1 - sum(float(c.sum()) for c in counts.fired) / (counts.tokens * sum(config.n_ff))
-    yield f"sparsity {mean:.1%} ({low:.1%} to {high:.1%} in {config.n_layer} layers)"
+    yield f"sparsity {counts.mean_sparsity:.1%} ({low:.1%} to {high:.1%} in {config.n_layer} layers)"
 
 
 def _predictors(f: GGUFFile, config: ModelConfig) -> Iterator[str]:
@@ -136,7 +135,9 @@ def _predictors(f: GGUFFile, config: ModelConfig) -> Iterator[str]:
     used = [layer for layer, kind in enumerate(facts.kinds) if kind != "none"]
     kinds = ", ".join(kind for kind in schema.PREDICTORS[1:] if kind in facts.kinds) or "none"
     quality = [("recall", facts.recall), ("density", facts.density)] if used else []
-    means = [f"mean {name} {sum(values[i] for i in used) / len(used):.1%}" for name, values in quality if values]
+    weights = [config.n_ff[i] for i in used]  # a layer weighs what it has of the neurons
+    means = [f"mean {name} {np.average([values[i] for i in used], weights=weights):.1%}"
+             for name, values in quality if values]  # fmt: skip
     yield ", ".join([kinds, *means])
     if facts.falls_back:
         layers = ", ".join(map(str, facts.falls_back))

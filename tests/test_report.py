@@ -160,6 +160,8 @@ def test_numbers_are_numpys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     activity = next(t for name, t in tables.items() if name.startswith("Activity"))
     size = tables["FFN bytes per layer and token, as a share of dense"]
     assert len(rows) == 2 + 2
+    all_off = 1 - sum(f.sum() for f in fired) / (TOKENS * (96 + 160))  # layers weigh by their neurons
+    assert rows[-1][:2] == ["mean", percent(all_off, 2)]
     for layer, f in enumerate(fired):
         n, total = len(f), f.sum()
         assert rows[layer + 1] == [str(layer), percent(1 - total / (TOKENS * n), 2), percent(skew(f), 2)]

@@ -175,6 +175,15 @@ def test_nets_keep_the_budget_of_all_layers(model: Path, profile: Path) -> None:
 # ------------------------------------------------------------------ what is printed
 
 
+def test_layers_weigh_by_their_neurons_in_means(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", Spec(n_ff=(96, 160), patterns=("on", "free"), biases=True))
+    profile, wanted = make_profile(path), Wanted("signbit", 0.9)
+    results, _ = train.train_predictors(path, profile, wanted)
+    off = 1 - sum(f.sum() for f in profile.fired) / (profile.n_tokens * (96 + 160))
+    table = train.result_table(results, profile, wanted)
+    assert list(table.columns[2].cells)[-1] == f"{off:.1%}"
+
+
 def test_without_outfile_only_the_table(model: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(model.parent.iterdir())
     assert train_predictor(model, "--profile", profile, "--target-recall", "0.9") == 0
