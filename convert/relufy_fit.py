@@ -35,6 +35,7 @@ GATE_RIDGE = 1e-3
 BENDS = (-2.0, -1.5, -1.2, -0.9, -0.7, -0.5, -0.35, -0.2, -0.1, 0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 NONE = np.zeros(0, np.float32)
 LARGEST_SCALE = 3.0
+PANEL = 1024  # rows of a square of sums that are added to at once
 COLUMNS = 256  # neurons looked at together: their arrays stay in the cache
 
 
@@ -71,7 +72,8 @@ def constant_gate(h: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """f32 [n_embd]: v with v . h about 1 for all rows of h [n, n_embd]."""
     scaled = h * np.sqrt(weights)[:, None]
     gram = (scaled.T @ scaled).astype(np.float64)
-    v = linalg.solve(ridged(gram, GATE_RIDGE), scaled.T @ np.sqrt(weights).astype(np.float64), assume_a="pos")
+    add_ridge(gram, GATE_RIDGE)
+    v = linalg.solve(gram, scaled.T @ np.sqrt(weights).astype(np.float64), assume_a="pos")
     return np.asarray(v, np.float32)
 
 
@@ -143,27 +145,56 @@ def cheapest(costs: np.ndarray, fires: np.ndarray, budget: float) -> np.ndarray:
 
 
 class Equations:
-    """Sums of weighted least squares, in float64, over any number of blocks of rows."""
+    """Sums of weighted least squares, in float64, over any number of blocks of rows.
 
-    def __init__(self, n_features: int, n_targets: int) -> None:
-        self.gram = np.zeros((n_features, n_features))
-        self.cross = np.zeros((n_features, n_targets))
+    Features are values of neurons, then inputs of the bypass. The square of the values is by far the largest array of a
+    fit: sums go into it a panel at a time, into its lower triangle, and fit_layer() works in place.
+    """
+
+    def __init__(self, n_values: int, n_inputs: int, n_targets: int) -> None:
+        self.values = np.zeros((n_values, n_values))  # values.T @ values; also above the diagonal after complete()
+        self.mixed = np.zeros((n_values, n_inputs))  # values.T @ inputs
+        self.inputs = np.zeros((n_inputs, n_inputs))
+        self.value_cross = np.zeros((n_values, n_targets), order="F")  # values.T @ targets; as LAPACK solves in place
+        self.input_cross = np.zeros((n_inputs, n_targets))
         self.rows = 0
 
     def add(self, features: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> None:
-        """features: f32 [n, n_features]; targets: f32 [n, n_targets]; weights: f32 [n]. Changes `features`."""
-        features *= np.sqrt(weights)[:, None]
-        self.gram += features.T @ features  # float32 within a block, whose rows are few
-        self.cross += features.T @ (targets * np.sqrt(weights)[:, None])
+        """features: f32 [n, n_values + n_inputs]; targets: f32 [n, n_targets]; weights: f32 [n]. Changes `features`."""
+        roots = np.sqrt(weights)[:, None]
+        features *= roots
+        values, inputs = np.split(features, [len(self.values)], axis=1)
+        wanted = targets * roots
+        for sums, x in ((self.values, values), (self.inputs, inputs)):
+            for a, b in panels(len(sums)):
+                sums[a:b, :b] += x[:, a:b].T @ x[:, :b]  # float32 within a block, whose rows are few
+        self.mixed += values.T @ inputs
+        self.value_cross += values.T @ wanted
+        self.input_cross += inputs.T @ wanted
         self.rows += len(features)
 
+    def complete(self) -> None:
+        """Copy what is below the diagonals above them."""
+        for sums in (self.values, self.inputs):
+            for a, b in panels(len(sums)):
+                sums[a:b, b:] = sums[b:, a:b].T
 
-def ridged(gram: np.ndarray, share: float) -> np.ndarray:
-    """gram with `share` of its mean diagonal (at least a tiny number) added to it."""
+
+def panels(n: int) -> list[tuple[int, int]]:
+    return [(a, min(a + PANEL, n)) for a in range(0, n, PANEL)]
+
+
+def fit_bytes(n_ff: int, n_embd: int, rows: int) -> int:
+    """Most memory that Equations, what is added to it at a time and fit_layer() take."""
+    tall, square = 8 * (n_ff + n_embd) * n_embd, 8 * n_embd**2
+    added = 4 * (rows + PANEL) * (n_ff + 3 * n_embd) + tall
+    return 8 * n_ff**2 + 2 * tall + max(added, 2 * tall + 6 * square)
+
+
+def add_ridge(gram: np.ndarray, share: float) -> None:
+    """Add `share` of its mean diagonal (at least a tiny number) to the diagonal of gram."""
     diagonal = np.diag_indices(len(gram))
-    out = gram.copy()
-    out[diagonal] += share * float(gram[diagonal].mean()) + 1e-30
-    return out
+    gram[diagonal] += share * float(gram[diagonal].mean()) + 1e-30
 
 
 def first_guess(bends: Bends, up: np.ndarray, down: np.ndarray) -> np.ndarray:
@@ -175,31 +206,40 @@ def first_guess(bends: Bends, up: np.ndarray, down: np.ndarray) -> np.ndarray:
 
 
 def fit_layer(equations: Equations, guess: np.ndarray, up_scale: float, rank: int) -> LayerFit:
-    """Solve for D', P and Q; bend and gate are left empty.
+    """Solve for D', P and Q; bend and gate are left empty. Uses up the equations and the guess.
 
     equations: features are the values of the n_ff neurons, then bypass_input; targets are what the FFN should add.
     guess: of first_guess. up_scale: root mean square of the up rows, which the new ones get too. rank 0: only D'.
     """
-    n_embd = guess.shape[1]
-    n_ff = len(guess) - n_embd
-    gram, mixed = equations.gram, equations.gram[:n_ff, n_ff:]
+    n_ff, n_embd = equations.mixed.shape
+    equations.complete()
+    values, mixed, left = equations.values, equations.mixed, equations.inputs
     if rank == 0:
-        guess = guess * (np.arange(len(guess)) < n_ff)[:, None]
-    cross = equations.cross - gram @ guess  # what is left to explain
+        guess[n_ff:] = 0
+    own, cross = equations.value_cross, equations.input_cross  # from here on: what is left to explain
+    own -= values @ guess[:n_ff]
+    own -= mixed @ guess[n_ff:]
+    cross -= mixed.T @ guess[:n_ff]
+    cross -= left @ guess[n_ff:]
     # The down columns are eliminated: for any bypass B their best change is own - seen @ B.
-    factor = linalg.cho_factor(ridged(gram[:n_ff, :n_ff], DOWN_RIDGE))
-    own = linalg.cho_solve(factor, cross[:n_ff])
+    add_ridge(values, DOWN_RIDGE)
+    if not np.isfinite(values.sum()):
+        raise np.linalg.LinAlgError("the sums are not finite")
+    factor = linalg.cho_factor(values.T, overwrite_a=True, check_finite=False)  # transposed: LAPACK's order
+    own = linalg.cho_solve(factor, own, overwrite_b=True)
     if rank == 0:
         empty = np.zeros((0, n_embd), np.float32)
         return LayerFit(NONE, (guess[:n_ff] + own).astype(np.float32), NONE, empty, empty)
     seen = linalg.cho_solve(factor, mixed)
     # What is left are equations for B alone, and in their terms the loss of giving up some of B's rank.
-    left = ridged(gram[n_ff:, n_ff:], BYPASS_RIDGE) - mixed.T @ seen
-    change = linalg.solve(left, cross[n_ff:] - mixed.T @ own, assume_a="pos")
-    p, q = reduced_rank(guess[n_ff:] + change, left, rank)
-    down = guess[:n_ff] + own - seen @ (p @ q - guess[n_ff:])
+    add_ridge(left, BYPASS_RIDGE)
+    left -= mixed.T @ seen
+    cross -= mixed.T @ own
+    p, q = reduced_rank(guess[n_ff:] + linalg.solve(left, cross, assume_a="pos"), left, rank)
+    own -= seen @ (p @ q - guess[n_ff:])
+    own += guess[:n_ff]
     up, hot_down = balanced(p, q, up_scale)
-    return LayerFit(NONE, down.astype(np.float32), NONE, up, hot_down)
+    return LayerFit(NONE, own.astype(np.float32, order="C"), NONE, up, hot_down)
 
 
 def reduced_rank(b: np.ndarray, gram: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,8 +5,11 @@ does the arithmetic, relufy_model.py writes what comes out.
 
 The teacher computes each layer as it is. The student has the new FFN in all layers before this one, so its hidden
 states have gone astray a little; its FFN here is fitted to add what is missing to the teacher's hidden state behind
-this layer. So every layer repairs what those before it left. In memory are the hidden states of both, for all tokens,
-and what one layer needs; blocks of tokens go through the engine's own kernels.
+this layer. So every layer repairs what those before it left. Blocks of tokens go through the engine's own kernels.
+
+In memory are the hidden states of both and their difference for all tokens (12 bytes times n_embd each) and the
+equations of one layer: 8 n_ff^2 bytes and about 32 (n_ff + n_embd) n_embd. For n_embd 4096, n_ff 14336 and 40960 tokens
+that makes 2 and 5.6 GB; needed_bytes() adds it up.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from hotcold.convert.relufy_fit import (
     choose_bends,
     constant_gate,
     first_guess,
+    fit_bytes,
     fit_layer,
     relative_error,
     token_weights,
@@ -39,6 +43,7 @@ from hotcold.runtime.weights import Matrix
 GATE_TOKENS = 8192  # that the always-on gate is fitted on
 BEND_TOKENS = 3072  # that the neurons' bends are chosen on
 ROWS = 2048  # tokens whose features are multiplied at once
+STATES = 3  # f32 [tokens, n_embd] that are in memory: teacher, student, targets
 SLICE_BYTES = 16 << 20  # of logits that are turned into probabilities at a time
 
 
@@ -77,14 +82,14 @@ class Relufier:
 
     def _check_memory(self) -> None:
         """Compare with what is free now: the system would promise any amount and kill the process later."""
-        c, n_ff = self.config, max(self.config.n_ff)
-        states = 4 * c.n_embd * self.contexts.size * 4  # teacher, student, targets and one temporary
-        system = 4 * 8 * (n_ff + c.n_embd) ** 2
-        layer = 4 * (3 * n_ff * c.n_embd + ROWS * (2 * n_ff + 4 * c.n_embd) + 2 * BEND_TOKENS * n_ff)
-        needed, free = states + system + layer, psutil.virtual_memory().available
+        c, n_ff, n_tokens = self.config, max(self.config.n_ff), self.contexts.size
+        needed, free = needed_bytes(n_ff, c.n_embd, n_tokens), psutil.virtual_memory().available
         if needed > free:
-            raise HotcoldError(f"{needed / 2**30:.1f} GiB of memory are needed for {self.contexts.size} tokens and "
-                               f"{n_ff} neurons per layer, {free / 2**30:.1f} GiB are free: use fewer --tokens")
+            states = STATES * 4 * c.n_embd * n_tokens
+            raise HotcoldError(f"{needed / 2**30:.1f} GiB of memory are needed, {states / 2**30:.1f} for the hidden "
+                               f"states of {n_tokens} tokens and {(needed - states) / 2**30:.1f} for the equations of "
+                               f"{n_ff} neurons, {free / 2**30:.1f} GiB are free: "
+                               + ("use fewer --tokens" if states > needed - free else "this needs a machine with more"))
 
     def layer(self, layer: int, advance: Callable[[int], None] = lambda n: None) -> tuple[LayerFit, LayerReport]:
         """Fit one layer and take both runs past it. advance(n): n more of 3 * contexts steps are done."""
@@ -102,11 +107,13 @@ class Relufier:
         equations = self._equations(layer, targets, weights, gate, bends.shift, advance)
         up = up_rows(self.trace, layer)
         guess, up_scale = first_guess(bends, up, down), float(np.sqrt(np.mean(up**2)))
+        del up
         try:
             fit = fit_layer(equations, guess, up_scale, self.settings.rank)
         except np.linalg.LinAlgError:
             raise HotcoldError(f"layer {layer}: its activations are too far apart in size for the fit's equations: "
                                "use more --tokens or another text") from None
+        del equations, guess
         fit = replace(fit, bend=bends.shift, gate=gate)
         self.check(f"layer {layer}, the fit's", fit.down, fit.up, fit.hot_down)
         return fit, self._finish(layer, fit, down, targets, advance)
@@ -141,7 +148,9 @@ class Relufier:
         if self.config.residual_scale != 1.0:
             targets /= np.float32(self.config.residual_scale)
         bias = self._down_bias(layer)
-        return targets if bias is None else targets - bias
+        if bias is not None:
+            targets -= bias
+        return targets
 
     def _down_bias(self, layer: int) -> np.ndarray | None:
         bias = self.trace.weights.layer(layer, schema.FFN_DOWN_BIAS)
@@ -178,7 +187,7 @@ class Relufier:
                    advance: Callable[[int], None]) -> Equations:
         n_embd, n_ff = self.config.n_embd, self.config.n_ff[layer]
         rows = max(ROWS, self.trace.n_batch)
-        equations = Equations(n_ff + n_embd, n_embd)
+        equations = Equations(n_ff, n_embd, n_embd)
         features = np.empty((rows, n_ff + n_embd), np.float32)
         wanted, weight, filled = np.empty((rows, n_embd), np.float32), np.empty(rows, np.float32), 0
         for index, start, n in self._blocks(range(self.n_fit)):
@@ -246,6 +255,15 @@ class Relufier:
                     continue
             raise HotcoldError(f"{what} hidden states: {np.count_nonzero(~np.isfinite(array))} values are NaN or "
                                "infinite: the weights are damaged or overflow; check the source")
+
+
+def needed_bytes(n_ff: int, n_embd: int, n_tokens: int) -> int:
+    """Most memory that a Relufier takes beside its Trace: hidden states of all tokens, and the larger of what choosing
+    the bends and fitting take in the widest layer.
+    """
+    sample = 2 * 4 * max(BEND_TOKENS * 2 * (n_ff + n_embd), GATE_TOKENS * 2 * n_embd)
+    columns = 4 * 3 * n_ff * n_embd  # down, up, and one more while they are read
+    return STATES * 4 * n_embd * n_tokens + columns + max(sample, fit_bytes(n_ff, n_embd, ROWS))
 
 
 def new_values(g: np.ndarray, u: np.ndarray, c: np.ndarray, bend: np.ndarray, out: np.ndarray) -> None:

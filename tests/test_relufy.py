@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from small_models import Reference, Spec, make_tensors, write_model
 
-from hotcold.convert import relufy, relufy_fit
+from hotcold.convert import relufy, relufy_fit, relufy_layers
 from hotcold.convert.hf_config import ConfigReader
 from hotcold.convert.relufy_fit import (
     Bends,
@@ -66,17 +67,21 @@ def normals(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_blocks_of_rows_add_up_to_least_squares() -> None:
+def test_blocks_of_rows_add_up_to_least_squares(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = normals(300, 7), normals(300, 3, seed=1)
     w = np.abs(normals(300, seed=2)) + np.float32(0.1)
-    equations = Equations(7, 3)
+    monkeypatch.setattr(relufy_fit, "PANEL", 2)
+    equations = Equations(5, 2, 3)
     for start in range(0, 300, 64):
         rows = slice(start, start + 64)
         equations.add(x[rows].copy(), y[rows], w[rows])
     assert equations.rows == 300
     exact = x.astype(np.float64)
-    np.testing.assert_allclose(equations.gram, exact.T @ (w[:, None] * exact), rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(equations.cross, exact.T @ (w[:, None] * y), rtol=1e-4, atol=1e-4)
+    equations.complete()
+    gram = np.block([[equations.values, equations.mixed], [equations.mixed.T, equations.inputs]])
+    cross = np.concatenate([equations.value_cross, equations.input_cross])
+    np.testing.assert_allclose(gram, exact.T @ (w[:, None] * exact), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(cross, exact.T @ (w[:, None] * y), rtol=1e-4, atol=1e-4)
 
 
 def test_token_weights_hold_outliers_down() -> None:
@@ -176,7 +181,7 @@ def test_a_layer_is_found_again(rank: int, monkeypatch: pytest.MonkeyPatch) -> N
     new = old + normals(n_ff, d, seed=3)
     linear = normals(d, 4, seed=4) @ normals(4, d, seed=5)
     targets = values @ new + z @ linear
-    equations = Equations(n_ff + d, d)
+    equations = Equations(n_ff, d, d)
     equations.add(np.concatenate([values, z], axis=1), targets, np.ones(n, np.float32))
     fit = fit_layer(equations, np.concatenate([old, np.zeros((d, d))]), 1.0, rank)
     assert fit.up.shape == fit.hot_down.shape == (rank, d)
@@ -187,7 +192,7 @@ def test_a_layer_is_found_again(rank: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_to_add_changes_nothing() -> None:
     values, z, old = np.maximum(normals(500, 6), 0), normals(500, 4, seed=1), normals(6, 4, seed=2)
-    equations = Equations(10, 4)
+    equations = Equations(6, 4, 4)
     equations.add(np.concatenate([values, z], axis=1), values @ old, np.ones(500, np.float32))
     fit = fit_layer(equations, np.concatenate([old, np.zeros((4, 4))]), 1.0, 2)
     np.testing.assert_allclose(fit.down, old, atol=1e-4)
@@ -565,3 +570,24 @@ def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
         assert folder == tmp_path / own and not list(folder.iterdir())
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
         [".out.gguf.x.relufy", f".out.gguf.{os.getppid()}.relufy"])
+
+
+@pytest.mark.parametrize("n_ff, n_embd, n_contexts", [(1500, 64, 4), (96, 256, 4), (96, 64, 200)])
+def test_memory_is_as_foretold(n_ff: int, n_embd: int, n_contexts: int, tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy's own count of what it allocates. The fixed numbers of tokens are made small, as the model is."""
+    for name, value in (("BEND_TOKENS", 256), ("GATE_TOKENS", 256), ("ROWS", 256)):
+        monkeypatch.setattr(relufy_layers, name, value)
+    monkeypatch.setattr(relufy_fit, "PANEL", 128)
+    spec = Spec(activation="silu", n_ff=n_ff, n_embd=n_embd, n_ctx=256, patterns=("free",))
+    contexts = np.random.default_rng(0).integers(0, 101, (n_contexts, 256)).astype(np.int32)
+    with Trace.open(write_model(tmp_path / "x.gguf", spec), threads=1, n_ctx=256) as trace:
+        tracemalloc.start()
+        Relufier(trace, contexts, 1, Settings(8, None)).layer(0)
+        peak, needed = tracemalloc.get_traced_memory()[1], relufy_layers.needed_bytes(n_ff, n_embd, contexts.size)
+        tracemalloc.stop()
+    assert 0.5 * needed < peak < 1.05 * needed + (2 << 20)
+    free = type("Memory", (), {"available": needed - 1})
+    monkeypatch.setattr("hotcold.convert.relufy_layers.psutil.virtual_memory", lambda: free)
+    with pytest.raises(HotcoldError, match="GiB of memory are needed, .* for the hidden states of"):
+        Relufier(trace, contexts, 1, Settings(8, None))
