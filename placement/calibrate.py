@@ -23,6 +23,7 @@ from gguf import GGUFValueType
 
 from hotcold.convert.model import array
 from hotcold.placement.place import PLACEMENT_KEYS, show
+from hotcold.placement.predictor import KEYS
 from hotcold.placement.rewrite import rewrite, split_config
 from hotcold.placement.threshold import MEASURED, allocate, error_curve
 from hotcold.placement.threshold_run import Evaluation, LayerRun, evaluate, open_with
@@ -48,11 +49,7 @@ CURVES = 4  # error curves are measured on every fourth context: they are smooth
 # What is known of a model's neurons holds for the thresholds it was measured with.
 OF_THE_THRESHOLDS = {
     "counts": (schema.KEY_PROFILE_TOKENS, schema.KEY_PROFILE_CORPUS, schema.KEY_PROFILE_SHA256, schema.KEY_SPARSITY),
-    "predictors": (
-        schema.KEY_PREDICTOR_KIND, schema.KEY_PREDICTOR_INPUT, schema.KEY_PREDICTOR_RANK,
-        schema.KEY_PREDICTOR_THRESHOLD, schema.KEY_PREDICTOR_RECALL, schema.KEY_PREDICTOR_RECALL_MAGNITUDE,
-        schema.KEY_PREDICTOR_PRECISION, schema.KEY_PREDICTOR_DENSITY,
-    ),
+    "predictors": KEYS,
     "placements": PLACEMENT_KEYS,
 }  # fmt: skip
 

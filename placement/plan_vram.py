@@ -70,10 +70,6 @@ class Placement:
     def tokens_per_second(self) -> float:
         return 1 / self.t_token
 
-    @property
-    def head_on_gpu(self) -> bool:
-        return self.layer_on_gpu[-1]
-
 
 def place_on(
     file: GGUFFile, config: ModelConfig, frequency: Sequence[np.ndarray], *, budget: int, n_ctx: int,

@@ -20,12 +20,11 @@ from hotcold.convert.model import Metadata, MetaValue, array
 from hotcold.placement import signbit
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
-from hotcold.runtime.errors import GGUFError, HotcoldError
+from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, dequantize
 from hotcold.runtime.kernels import formats, reference
 from hotcold.runtime.weights import by_column
 
-STORED_AS = (QType.F16, QType.Q8_0, QType.Q4_0)  # types of the two matrices
 ALWAYS = np.float32(1e6)  # bias of a neuron that is always a candidate; never: its negative
 ROWS = 1024  # tokens at a time, where int8 blocks are made
 
@@ -198,7 +197,7 @@ def computed(config: ModelConfig, layer: int, fired: float) -> float:
     return 1.0 if dense else fired
 
 
-# ------------------------------------------------------------------ to and from files
+# ------------------------------------------------------------------ to files
 
 
 def export(predictors: list[Predictor | None]) -> dict[str, tuple[np.ndarray, QType]]:
@@ -235,46 +234,3 @@ KEYS = (
     schema.KEY_PREDICTOR_RECALL, schema.KEY_PREDICTOR_RECALL_MAGNITUDE, schema.KEY_PREDICTOR_PRECISION,
     schema.KEY_PREDICTOR_DENSITY,
 )  # fmt: skip
-
-
-def read_predictors(file: GGUFFile, config: ModelConfig) -> list[Predictor | None]:
-    """What a file holds, None for layers without. Raises GGUFError for tensors that cannot be a predictor's."""
-    return [_read(file, config, layer) for layer in range(config.n_layer)]
-
-
-def _read(file: GGUFFile, config: ModelConfig, layer: int) -> Predictor | None:
-    known = config.predictors[layer] if config.predictors else None
-    if known is None or known.kind == "none":
-        return None
-    n_ff, n_embd, rank = config.n_ff[layer], config.n_embd, known.rank
-    bias, _ = _tensor(file, layer, schema.FFN_PRED_OUT_BIAS, (n_ff,), (QType.F32, QType.F16))
-    if known.kind == "signbit":
-        shape = (n_ff, signbit.words(n_embd))
-        signs, _ = _tensor(file, layer, schema.FFN_PRED_SIGN, shape, (QType.I32,))
-        return Predictor("signbit", False, known.threshold, bias, signs=signs)
-    native = tuple(QType(t) for t in formats.NATIVE)
-    w_in, type_in = _tensor(file, layer, schema.FFN_PRED_IN, (rank, n_embd), native)
-    w_out, type_out = _tensor(file, layer, schema.FFN_PRED_OUT, (n_ff, rank), native)
-    b_in = None
-    if known.kind == "mlp":
-        b_in, _ = _tensor(file, layer, schema.FFN_PRED_IN_BIAS, (rank,), (QType.F32, QType.F16))
-    return Predictor(known.kind, known.look_ahead, known.threshold, bias, w_in, b_in, w_out, None, type_in, type_out)
-
-
-def _tensor(
-    file: GGUFFile, layer: int, part: str, shape: tuple[int, ...], types: tuple[QType, ...]
-) -> tuple[np.ndarray, QType]:
-    name = schema.block(layer, part)
-    info = file.tensors.get(name)
-    allowed = f"shape {list(shape)}, type " + " or ".join(t.name for t in types)
-    if info is None:
-        raise GGUFError(f"{file.path}: tensor {name!r}: found nothing, allowed: {allowed}")
-    if tuple(info.shape) != shape or info.ggml_type not in types:
-        raise GGUFError(f"{file.path}: tensor {name!r}: found shape {list(info.shape)}, type {info.ggml_type.name}, "
-                        f"allowed: {allowed}")  # fmt: skip
-    if info.ggml_type == QType.I32:
-        return file.data(name).copy(), QType.I32
-    values = dequantize(file.data(name), info.ggml_type)
-    if not np.isfinite(values).all():
-        raise GGUFError(f"{file.path}: tensor {name!r}: NaN or infinite values: train the predictors again")
-    return values, QType(info.ggml_type)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.convert.lazy import QType
-from hotcold.placement import lowrank, mlp, signbit
+from hotcold.placement import lowrank, mlp
 from hotcold.placement.predictor import (
     ALWAYS,
     Predictor,
@@ -156,7 +156,8 @@ def _down_lengths(file: GGUFFile, config: ModelConfig, layer: int) -> np.ndarray
 def key_signs(file: GGUFFile, config: ModelConfig, layer: int) -> np.ndarray:
     """Sign planes of the key rows, i32 [n_ff, words]."""
     name = schema.block(layer, schema.FFN_GATE if config.gated else schema.FFN_UP)
-    return signbit.planes(dequantize(file.data(name), file.tensors[name].ggml_type))
+    planes: np.ndarray = reference.sign_planes(dequantize(file.data(name), file.tensors[name].ggml_type))
+    return planes
 
 
 def _product(file: GGUFFile, layer: int, name: str, x: np.ndarray, rows: slice) -> np.ndarray:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hotcold.placement.plan_vram import Placement, read_placements
+from hotcold.placement.predictor import Quality, Rows, computed, rows_of
 from hotcold.placement.profile import Profile, check_profile, persistence, skew
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
@@ -18,6 +19,7 @@ from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.facts import read_counts, read_predictor_facts
 from hotcold.runtime.gguf_file import GGUFFile, safe_text
 from hotcold.runtime.keys import Keys
+from hotcold.runtime.weights import load_weights
 
 _MAX_SUM = 1 << 62  # of a layer's counts: i64 must hold it
 _MAX_RANK = 1 << 20
@@ -93,6 +95,7 @@ def gather(file: GGUFFile, config: ModelConfig, profile: Profile | None, profile
     if config.layout != "neuron-split":
         raise HotcoldError(f"{shown}: is a stock file, nothing is known of its neurons: run hotcold convert, hotcold "
                            "profile and hotcold place on it first")  # fmt: skip
+    load_weights(file, config)
     counts = read_counts(file, config)
     if profile is not None:
         check_profile(profile, file, config)
@@ -109,9 +112,9 @@ def gather(file: GGUFFile, config: ModelConfig, profile: Profile | None, profile
     fired = tuple(np.sort(np.asarray(f, np.int64))[::-1] for f in raw)
     share = np.array([f.sum() / (tokens * len(f)) for f in fired])
     predictors = _predictors(file, config)
-    sizes = _ffn_bytes(file, config)
-    n_bytes = np.array([k + v for k, v in sizes], np.float64)
-    exact, predict = _bytes_shares(config, sizes, share, predictors)
+    rows = [rows_of(file, config, layer) for layer in range(config.n_layer)]
+    n_bytes = np.array([r.total for r in rows], np.float64)
+    exact, predict = _bytes_shares(config, rows, share, predictors)
     placements, notes = _placements(file, config)
     return Facts(
         config=config, path=str(file.path), size=file.size,
@@ -147,13 +150,6 @@ def _types(file: GGUFFile) -> dict[str, int]:
 # ------------------------------------------------------------------ bytes
 
 
-def _ffn_bytes(file: GGUFFile, config: ModelConfig) -> list[tuple[int, int]]:
-    """Per layer: bytes of the key rows, and of the other rows."""
-    values = (schema.FFN_UP_DOWN,) if config.gated else (schema.FFN_DOWN_T,)
-    keys = ("ffn_gate.weight", "ffn_gate_t.weight") if config.gated else ("ffn_up.weight", "ffn_up_t.weight")
-    return [(_total(file, layer, keys), _total(file, layer, values)) for layer in range(config.n_layer)]
-
-
 def _total(file: GGUFFile, layer: int, names: tuple[str, ...]) -> int:
     """Bytes of those of the tensors that the layer has."""
     infos = (file.tensors.get(schema.block(layer, name)) for name in names)
@@ -161,21 +157,19 @@ def _total(file: GGUFFile, layer: int, names: tuple[str, ...]) -> int:
 
 
 def _bytes_shares(
-    config: ModelConfig, sizes: list[tuple[int, int]], fired: np.ndarray, predictors: Predictors | None
+    config: ModelConfig, rows: list[Rows], fired: np.ndarray, found: Predictors | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Shares of the FFN's bytes that a token reads, exact and predict. fired: f64 [n_layer], share of the neurons.
-
-    To know whether a neuron of a ReLU-like model fires takes its key row; one with another activation also its up row.
-    """
-    keys, values = (np.array(column, np.float64) for column in zip(*sizes, strict=True))
-    total = np.maximum(keys + values, 1)
-    if config.gated and config.activation not in schema.SPARSE_ACTIVATIONS:
-        keys, values = keys + values / 2, values / 2
-    exact = (keys + values * fired) / total
-    if predictors is None or predictors.density is None or predictors.recall is None:
+    """Shares of the FFN's bytes that a token reads, exact and predict. fired: f64 [n_layer], share of the neurons."""
+    active = [computed(config, layer, float(share)) for layer, share in enumerate(fired)]
+    exact = np.array([r.exact(a) for r, a in zip(rows, active, strict=True)])
+    if found is None or found.density is None or found.recall is None:
         return exact, None
-    predict = (predictors.n_bytes + keys * predictors.density + values * fired * predictors.recall) / total
-    return exact, np.where(predictors.falls_back, exact, predict)
+    predict = exact.copy()
+    for layer in np.flatnonzero(~found.falls_back).tolist():
+        # Precision and recall by magnitude make no bytes.
+        q = Quality(float(found.recall[layer]), 1.0, 1.0, float(found.density[layer]), active[layer])
+        predict[layer] = rows[layer].predict(float(found.n_bytes[layer]), q)
+    return exact, predict
 
 
 # ------------------------------------------------------------------ what other commands left

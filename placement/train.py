@@ -30,7 +30,7 @@ from hotcold.convert.model import array
 from hotcold.placement import lowrank
 from hotcold.placement.machine import find_gpu
 from hotcold.placement.place import PLACEMENT_KEYS, show
-from hotcold.placement.predictor import KEYS, export, metadata, rows_of
+from hotcold.placement.predictor import KEYS, computed, export, metadata, rows_of
 from hotcold.placement.predictor_check import TOKENS, checked
 from hotcold.placement.predictor_layer import (
     MIN_SAMPLES,
@@ -161,7 +161,7 @@ def write_predictors(
 def _train(file: GGUFFile, config: ModelConfig, profile: Profile, layer: int, wanted: Wanted, use: np.ndarray,
            split: Split, budget: int) -> Result:
     rows = rows_of(file, config, layer)
-    active = 1 - float(sparsity(profile)[layer])
+    active = computed(config, layer, 1 - float(sparsity(profile)[layer]))
     if by_column(config, layer):
         return without(rows, active, "its keys are held by input, for the ReLU after its norm: runs exact")
     if config.activation in schema.DENSE_ACTIVATIONS and config.thresholds[layer] == 0:

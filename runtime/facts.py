@@ -75,6 +75,14 @@ def read_counts(file: GGUFFile, config: ModelConfig) -> Counts | None:
                   keys.text(schema.KEY_PROFILE_SHA256, default=""), tuple(fired))  # fmt: skip
 
 
+def read_sparsity(file: GGUFFile, config: ModelConfig) -> list[float] | None:
+    """Per layer, as the file says it; it may say it without counts. Raises GGUFError for what is no share."""
+    keys = Keys(file)
+    if not keys.has(schema.KEY_SPARSITY):
+        return None
+    return [float(s) for s in keys.per_layer(schema.KEY_SPARSITY, config.n_layer, 0.0, 1.0, "f")]
+
+
 @dataclass(frozen=True)
 class PredictorFacts:
     """Per layer."""

@@ -22,7 +22,7 @@ from rich.text import Text
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
-from hotcold.runtime.facts import fires, read_counts, read_placement_facts, read_predictor_facts
+from hotcold.runtime.facts import fires, read_counts, read_placement_facts, read_predictor_facts, read_sparsity
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 from hotcold.runtime.gguf_parse import type_text
 from hotcold.runtime.weights import load_weights
@@ -120,12 +120,18 @@ def _off(config: ModelConfig) -> str:
 def _counts(f: GGUFFile, config: ModelConfig) -> Iterator[str]:
     counts = read_counts(f, config)
     if counts is None:
-        yield "in no order of frequency: not profiled"
+        shares = read_sparsity(f, config)
+        yield "in no order of frequency: " + ("not profiled" if shares is None else "profiled, but not placed")
+        if shares is not None:
+            yield _sparsity(float(np.average(shares, weights=config.n_ff)), shares)
         return
     source = f"{counts.tokens} tokens of {safe_text(counts.corpus, _SHOWN_CHARACTERS) or 'an unnamed text'}"
     yield f"sorted by frequency: {'yes' if counts.sorted else 'no, but counted'}, {source}"
-    low, high = min(counts.sparsity), max(counts.sparsity)
-    yield f"sparsity {counts.mean_sparsity:.1%} ({low:.1%} to {high:.1%} in {config.n_layer} layers)"
+    yield _sparsity(counts.mean_sparsity, counts.sparsity)
+
+
+def _sparsity(mean: float, shares: list[float]) -> str:
+    return f"sparsity {mean:.1%} ({min(shares):.1%} to {max(shares):.1%} in {len(shares)} layers)"
 
 
 def _predictors(f: GGUFFile, config: ModelConfig) -> Iterator[str]:

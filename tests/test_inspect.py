@@ -121,6 +121,12 @@ COUNTS = [[100, 50, 10, 0], [80, 0, 0, 0, 0, 0, 0, 0]]
 PROFILED = {schema.KEY_PROFILE_TOKENS: 100, schema.KEY_PROFILE_CORPUS: "a \x1b[31mtext"}
 
 
+def test_shows_the_sparsity_of_a_file_without_counts(tmp_path: Path) -> None:
+    rows = known(tmp_path, {schema.KEY_SPARSITY: [0.6, 0.9]}, None)
+    assert rows["neurons"] == ["in no order of frequency: profiled, but not placed",
+                               "sparsity 80.0% (60.0% to 90.0% in 2 layers)"]  # fmt: skip
+
+
 def test_shows_the_profile(tmp_path: Path) -> None:
     rows = known(tmp_path, PROFILED, COUNTS)
     assert rows["neurons"] == [r"sorted by frequency: yes, 100 tokens of a \x1b[31mtext",

@@ -29,6 +29,7 @@ from hotcold.placement.predictor_layer import (
     thinned,
     train_layer,
 )
+from hotcold.runtime.kernels import reference
 
 N, D, FF = 3000, 64, 96
 ROWS = Rows(FF, D * 4, D * 8)
@@ -201,7 +202,7 @@ def test_signs_equal_a_naive_count(n_embd: int) -> None:
     rng = np.random.default_rng(n_embd)
     keys, x = rng.standard_normal((7, n_embd)).astype(np.float32), rng.standard_normal((5, n_embd)).astype(np.float32)
     keys[0, 0], x[0, 0] = 0.0, -0.0  # neither is negative
-    planes = signbit.planes(keys)
+    planes = reference.sign_planes(keys)
     assert planes.shape == (7, 2 * -(-n_embd // 64)) and planes.dtype == np.int32
     for j in range(n_embd):
         np.testing.assert_array_equal((planes[:, j // 32] >> (j % 32)) & 1, keys[:, j] < 0)
@@ -319,7 +320,7 @@ def test_rank_can_be_given() -> None:
 def test_signbit_is_calibrated_too() -> None:
     rng = np.random.default_rng(7)
     x, key = (rng.standard_normal(shape).astype(np.float32) for shape in ((N, D), (FF, D)))
-    data = replace(sampled(x, x @ key.T - 12, rng), signs=signbit.planes(key))
+    data = replace(sampled(x, x @ key.T - 12, rng), signs=reference.sign_planes(key))
     result = train_layer(data, split_contexts(contexts(), 0), ROWS, Wanted("signbit", 0.95), 0.6, 0)
     assert result.predictor is not None and result.quality.recall_magnitude == pytest.approx(0.95, abs=0.02)
     assert result.quality.density < 0.6

@@ -15,13 +15,14 @@ from small_models import Spec, all_of, make_tensors, write_model
 
 from hotcold.placement import train
 from hotcold.placement.identity import model_id
-from hotcold.placement.predictor import Predictor, read_predictors, rows_of
+from hotcold.placement.predictor import Predictor, rows_of
 from hotcold.placement.predictor_layer import MIN_SAMPLES, Wanted, label, split_contexts
 from hotcold.placement.profile import Profile, save_profile
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
-from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.ffn_config import PredictorConfig
+from hotcold.runtime.gguf_file import GGUFFile, dequantize, open_gguf
 from hotcold.runtime.weights import load_weights
 
 N = 600
@@ -83,7 +84,23 @@ def predictors_of(path: Path) -> list[Predictor | None]:
     with open_gguf(path) as file:
         config = ModelConfig.from_gguf(file)
         load_weights(file, config)
-        return read_predictors(file, config)
+        return [_predictor(file, layer, p) for layer, p in enumerate(config.predictors)]
+
+
+def _predictor(file: GGUFFile, layer: int, p: PredictorConfig) -> Predictor | None:
+    if p.kind == "none":
+        return None
+
+    def get(name: str) -> Any:
+        info = file.tensors.get(schema.block(layer, name))
+        data = None if info is None else file.data(info.name)
+        return data if info is None or info.ggml_type == Type.I32 else dequantize(data, info.ggml_type)
+
+    types = [file.tensors[schema.block(layer, n)].ggml_type for n in (schema.FFN_PRED_IN, schema.FFN_PRED_OUT)
+             if p.kind != "signbit"]  # fmt: skip
+    return Predictor(p.kind, p.look_ahead, p.threshold, *map(get, (
+        schema.FFN_PRED_OUT_BIAS, schema.FFN_PRED_IN, schema.FFN_PRED_IN_BIAS, schema.FFN_PRED_OUT,
+        schema.FFN_PRED_SIGN)), *types)  # fmt: skip
 
 
 # ------------------------------------------------------------------ what is written
