@@ -45,7 +45,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """While it is open, the first Ctrl-C or SIGTERM is only remembered, for check(); the second acts as ever."""
+    """While it is open, the first Ctrl-C, SIGTERM or SIGHUP is only remembered, for check(); the second acts as ever."""
 
     def __init__(self) -> None:
         self._came = 0
@@ -57,8 +57,10 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._remember)
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the last: a closed terminal; not on Windows, ignored by nohup
+                number = getattr(signal, name, None)
+                if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._remember)
         return self
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:

@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         complain(f"hotcold: error: not enough memory{': ' * bool(error.args)}{_one_line(error)}")
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         complain("")
-        return INTERRUPTED
+        return 128 + getattr(error, "signum", signal.SIGINT)  # a command may have held back another signal
     except BrokenPipeError:
         discard(sys.stdout)
         return BROKEN_PIPE
