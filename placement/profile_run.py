@@ -45,7 +45,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """While it is open, the first Ctrl-C, SIGTERM or SIGHUP is only remembered, for check(); the second acts as ever."""
+    """While it is open, the first Ctrl-C, SIGTERM or SIGHUP is only remembered; the second acts as ever."""
 
     def __init__(self) -> None:
         self._came = 0
@@ -57,7 +57,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the last: a closed terminal; not on Windows, ignored by nohup
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # a closed terminal; nohup ignores it
                 number = getattr(signal, name, None)
                 if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._remember)
