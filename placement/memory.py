@@ -9,7 +9,7 @@ token reads one row of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
@@ -54,6 +54,10 @@ class ModelBytes:
     embedding: int  # token and position embeddings
     tied: bool  # the output matrix is the token embedding
     workspace: int  # activations, logits, lists; alignment of all arrays
+
+    def of_context(self, n_ctx: int) -> ModelBytes:
+        """From those of a context of one token: the same with n_ctx tokens in the KV cache."""
+        return replace(self, layers=tuple(replace(layer, kv=layer.kv * n_ctx) for layer in self.layers))
 
     def on_gpu(self, layer_on_gpu: tuple[bool, ...], hot: tuple[int, ...], keys: tuple[bool, ...]) -> int:
         """Bytes on the GPU without the driver's."""

@@ -282,7 +282,7 @@ def read_placements(file: GGUFFile, config: ModelConfig) -> list[Placement]:
         raise keys.error("ffn_neuron_count", "nothing" if counts is None else "counts that are not sorted",
                          "descending counts wherever there is a placement")  # fmt: skip
     frequency = [fired / counts.tokens for fired in counts.fired]
-    out = []
+    out, token = [], model_bytes(file, config, n_ctx=1)
     for i, fact in enumerate(facts):
         hardware = _machine(keys, machines[i], i)
         on_gpu, all_keys = (tuple(flags[key][i]) for key in (schema.KEY_PLACEMENT_LAYER_ON_GPU,
@@ -295,7 +295,7 @@ def read_placements(file: GGUFFile, config: ModelConfig) -> list[Placement]:
             if not on_gpu[layer] and (fact.hot[layer] or all_keys[layer] or any(on_gpu[:layer])):
                 raise keys.error(f"key '{schema.KEY_PLACEMENT_LAYER_ON_GPU}'", f"0 for layer {layer}",
                                  "1 for layers with neurons or keys on the GPU and for all after one")  # fmt: skip
-        sizes = model_bytes(file, config, fact.n_ctx)
+        sizes = token.of_context(fact.n_ctx)
         layers = _layers(file, config, sizes, frequency, on_gpu)
         plan = _evaluate(sizes, layers, config, hardware, budget=fact.budget, n_ctx=fact.n_ctx,
                          objective=objectives[i], hot=fact.hot, keys=all_keys, on_gpu=on_gpu)  # fmt: skip

@@ -21,6 +21,7 @@ from hotcold.placement import signbit
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.facts import fires
 from hotcold.runtime.gguf_file import GGUFFile, dequantize
 from hotcold.runtime.kernels import formats, reference
 from hotcold.runtime.weights import by_column
@@ -193,8 +194,7 @@ def rows_of(file: GGUFFile, config: ModelConfig, layer: int) -> Rows:
 
 def computed(config: ModelConfig, layer: int, fired: float) -> float:
     """Share of a layer's neurons that exact mode computes, of which this share fired."""
-    dense = config.activation in schema.DENSE_ACTIVATIONS and config.thresholds[layer] == 0
-    return 1.0 if dense else fired
+    return fired if fires(config, layer) else 1.0
 
 
 # ------------------------------------------------------------------ to files

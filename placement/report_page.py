@@ -13,7 +13,7 @@ from hotcold.placement import plots
 from hotcold.placement.plan_vram import Placement
 from hotcold.placement.report_facts import Facts
 from hotcold.placement.report_html import Section, figure, notes, page, paragraph, table
-from hotcold.runtime import schema
+from hotcold.runtime.facts import fires
 from hotcold.runtime.inspect import format_bytes
 
 MOST_BUDGETS = 6  # that are drawn; the table has all
@@ -251,7 +251,6 @@ def _relufication(facts: Facts) -> Section | None:
 def _model(facts: Facts) -> Section:
     c = facts.config
     neurons = f"{min(c.n_ff)}" if len(set(c.n_ff)) == 1 else f"{min(c.n_ff)} to {max(c.n_ff)}"
-    sparse = c.activation in schema.SPARSE_ACTIVATIONS
     rows: list[Sequence[object]] = [
         ("name", c.name or "(none)"), ("file", facts.path),
         ("size", f"{format_bytes(facts.size)} ({facts.size} bytes)"),
@@ -259,7 +258,7 @@ def _model(facts: Facts) -> Section:
         ("layers", f"{c.n_layer}, embedding {c.n_embd}, vocabulary {c.n_vocab}"),
         ("attention", f"{c.n_head} heads, {c.n_head_kv} for keys and values, size {c.head_dim}"),
         ("feed-forward", f"{neurons} neurons per layer, {'gated' if c.gated else 'not gated'}"),
-        ("activation", f"{c.activation} ({'neurons switch off' if sparse else 'neurons are small, not off'})"),
+        ("activation", f"{c.activation} ({'neurons switch off' if fires(c) else 'neurons are small, not off'})"),
         ("thresholds", f"{min(c.thresholds):g} to {max(c.thresholds):g}" if any(c.thresholds) else "none"),
         ("types of the matrices", ", ".join(f"{n} {format_bytes(b)}" for n, b in facts.types.items())),
         ("neurons are sorted", "yes" if facts.sorted else "no: hotcold place sorts them"),

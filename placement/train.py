@@ -51,6 +51,7 @@ from hotcold.runtime.atomic import check_output
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import emit, note
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.facts import fires
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 from hotcold.runtime.weights import by_column
 
@@ -164,7 +165,7 @@ def _train(file: GGUFFile, config: ModelConfig, profile: Profile, layer: int, wa
     active = computed(config, layer, 1 - float(sparsity(profile)[layer]))
     if by_column(config, layer):
         return without(rows, active, "its keys are held by input, for the ReLU after its norm: runs exact")
-    if config.activation in schema.DENSE_ACTIVATIONS and config.thresholds[layer] == 0:
+    if not fires(config, layer):
         return without(rows, active, "has no threshold, so all its neurons fire: runs exact")
     own = _inputs(profile, layer, use)
     ahead = wanted.look_ahead and layer > 0
@@ -184,7 +185,7 @@ def _inputs(profile: Profile, layer: int, use: np.ndarray) -> np.ndarray:
 
 
 def _check_sparse(file: GGUFFile, config: ModelConfig) -> None:
-    if config.activation in schema.DENSE_ACTIVATIONS and not any(config.thresholds):
+    if not fires(config):
         path = safe_text(str(file.path))
         raise HotcoldError(f"{path}: all its neurons fire always ({config.activation} without thresholds): there is "
                            "nothing to predict; first run hotcold relufy or hotcold calibrate")  # fmt: skip

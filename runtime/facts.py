@@ -21,9 +21,10 @@ MAX_PLACEMENTS = 4096
 _U32 = (1 << 32) - 1
 
 
-def fires(config: ModelConfig) -> bool:
-    """Whether some of the model's neurons can be off: by their activation, or by a threshold on what they add."""
-    return config.activation in schema.SPARSE_ACTIVATIONS or any(config.thresholds)
+def fires(config: ModelConfig, layer: int | None = None) -> bool:
+    """Whether some neurons of the model, or of a layer, can be off: by activation, or by a threshold on their value."""
+    thresholds = config.thresholds if layer is None else config.thresholds[layer : layer + 1]
+    return config.activation in schema.SPARSE_ACTIVATIONS or any(thresholds)
 
 
 @dataclass(frozen=True)
