@@ -30,6 +30,8 @@ CACHE_VERSION = 1
 _MAX_FILE = 64 << 10  # bytes of JSON
 _MAX_TEXT = 200  # characters of a name
 
+SLOWEST = 1e6  # bytes per second: below it is no memory
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -57,6 +59,10 @@ class Hardware:
             _check(item.name, getattr(self, item.name))
         if self.gpu and not (self.gpu_bandwidth > 0 and self.vram > 0 and self.pcie > 0):
             raise HotcoldError(f"hardware {self.name!r}: has a 'gpu', so gpu_bandwidth, pcie and vram must be above 0")
+        for field in ("gpu_bandwidth", "pcie"):
+            if 0 < getattr(self, field) < SLOWEST:
+                raise HotcoldError(f"hardware {self.name!r}: {field} is {getattr(self, field):g}, allowed: 0 (none) or "
+                                   f"bytes per second from {SLOWEST:g} on")  # fmt: skip
 
     @property
     def has_gpu(self) -> bool:
@@ -76,7 +82,7 @@ class Hardware:
 # field -> (type, least, most). Limits keep a slip of the keyboard from becoming a plan.
 _LIMITS: dict[str, tuple[type, float, float]] = {
     "name": (str, 1, _MAX_TEXT), "gpu": (str, 0, _MAX_TEXT),
-    "cpu_bandwidth": (float, 1e6, 1e14), "cpu_bandwidth_1": (float, 0, 1e14),
+    "cpu_bandwidth": (float, SLOWEST, 1e14), "cpu_bandwidth_1": (float, 0, 1e14),
     "threads": (int, 1, 1 << 14), "ram": (int, 1 << 20, 1 << 50),
     "gpu_bandwidth": (float, 0, 1e14), "pcie": (float, 0, 1e13), "t_sync": (float, 0, 1.0),
     "vram": (int, 0, 1 << 48), "gpu_context": (int, 0, 1 << 40), "gpu_overhead": (float, 0, 1.0),
@@ -163,6 +169,8 @@ def from_json(text: str | bytes, where: str) -> Hardware:
     if not isinstance(data, dict):
         raise HotcoldError(f"{where}: found {safe_text(type(data).__name__)}, allowed: a JSON object of figures, such "
                            "as hotcold doctor --json prints under \"hardware\"")  # fmt: skip
+    if isinstance(data.get("hardware"), dict):  # all that hotcold doctor --json prints
+        data = data["hardware"]
     return _from_fields(data, where)
 
 

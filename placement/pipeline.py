@@ -33,7 +33,6 @@ from hotcold.runtime.corpus import Corpus, read_corpus
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf, safe_text
 
-TARGET_RECALL = 0.99  # of the magnitude, as hotcold train-predictor has it
 LEAST_TOKENS = 256    # as many samples as training wants
 
 
@@ -77,7 +76,7 @@ class Calibration:
             return profile_model(model, self.corpus, tokens=self.tokens, samples=samples, progress=progress)
 
     def _train(self, model: Path, out: Path, profile: Profile, force: bool, console: Console) -> int:
-        from hotcold.placement.predictor_layer import Wanted
+        from hotcold.placement.predictor_layer import TARGET, Wanted
         from hotcold.placement.train import (
             array_module,
             layer_progress,
@@ -86,7 +85,7 @@ class Calibration:
             write_predictors,
         )
 
-        wanted = Wanted(self.predictor, TARGET_RECALL, xp=array_module() if self.predictor == "mlp" else np)
+        wanted = Wanted(self.predictor, TARGET, xp=array_module() if self.predictor == "mlp" else np)
         with layer_progress(self.predictor) as progress:
             results, notes = train_predictors(model, profile, wanted, progress)
         console.print(result_table(results, profile, wanted))

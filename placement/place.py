@@ -196,9 +196,9 @@ def layer_table(counts: Counts, placements: Sequence[Placement] = ()) -> Table:
 
 
 def show(tables: Sequence[object]) -> None:
-    """Tables on stdout; for a pipe in whole lines, whatever the width of the terminal."""
-    width = None if sys.stdout.isatty() else 1 << 12
-    console = Console(file=sys.stdout, highlight=False, width=width)
+    """Tables on stdout in whole lines, whatever the width of the terminal: it wraps them, but no digit is lost."""
     for table in tables:
+        console = Console(file=sys.stdout, highlight=False, width=1 << 12)
+        console.width = console.measure(table).maximum
         console.print(table)
         console.print()

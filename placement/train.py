@@ -34,6 +34,7 @@ from hotcold.placement.predictor import KEYS, computed, export, metadata, rows_o
 from hotcold.placement.predictor_check import TOKENS, checked
 from hotcold.placement.predictor_layer import (
     MIN_SAMPLES,
+    TARGET,
     Result,
     Split,
     Wanted,
@@ -67,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="P", type=Path, required=True, help="what hotcold profile sampled of it")
     parser.add_argument("--kind", choices=schema.PREDICTORS[1:], default="lowrank",
                         help="lowrank: closed form (default); mlp: a trained net, minutes; signbit: signs only")
-    parser.add_argument("--target-recall", type=_recall, default=0.99, metavar="R",
-                        help="share of what neurons add, by its length, to be found (default 0.99)")
+    parser.add_argument("--target-recall", type=_recall, default=TARGET, metavar="R",
+                        help=f"share of what neurons add, by its length, to be found (default {TARGET})")
     parser.add_argument("--rank", type=_rank, metavar="N",
                         help="rank or hidden size of all layers, a multiple of 32 (default: what reads least)")
     parser.add_argument("--look-ahead", action="store_true",
