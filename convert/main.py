@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -100,12 +97,11 @@ def run(args: argparse.Namespace) -> int:
         check_name(out, args.force)
         if not out.absolute().parent.is_dir():
             raise HotcoldError(f"{out.absolute().parent}: no such folder")
-        with terminable():
-            if calibration:
-                size = calibration.make(lambda path: _written(target, path, model.release, False, console),
-                                        target.n_bytes, out, args.force, console)
-            else:
-                size = _written(target, out, model.release, args.force, console)
+        if calibration:
+            size = calibration.make(lambda path: _written(target, path, model.release, False, console),
+                                    target.n_bytes, out, args.force, console)
+        else:
+            size = _written(target, out, model.release, args.force, console)
     _say_notes(console, report)
     _say_losses(console, report, args.verbose)
     console.print(f"wrote {escape(str(out))} ({size / 1e6:.1f} MB)")
@@ -259,23 +255,6 @@ def writing_progress(console: Console, total: int) -> Iterator[Callable[[str, in
             bar.update(task, advance=n_bytes, description=escape(name[:32].ljust(32)))
 
         yield advance
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM ends the program through the cleanup, like Ctrl-C."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _count(text: str) -> int:

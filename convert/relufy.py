@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from hotcold.convert.checkpoint import Checkpoint, open_checkpoint
 from hotcold.convert.gguf_source import load_gguf
-from hotcold.convert.main import terminable, writing_progress
+from hotcold.convert.main import writing_progress
 from hotcold.convert.model import Metadata, StockModel, relufy_metadata
 from hotcold.convert.neuron_split import split_neurons
 from hotcold.convert.outtype import OUTTYPES
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     _check_output(args)
     text = read_corpus(args.text)
     held_out = read_corpus([args.held_out or HELDOUT])
-    with terminable(), ExitStack() as stack:
+    with ExitStack() as stack:
         folder = stack.enter_context(scratch(args.outfile))
         source = _open_source(args, folder, console, stack)
         trace = stack.enter_context(Trace.open(source.path, threads=args.threads, n_ctx=CONTEXT))

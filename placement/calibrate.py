@@ -203,20 +203,19 @@ def run(args: argparse.Namespace) -> int:
     """Calibrate as the arguments say; returns the exit status. Raises HotcoldError with one line for the user."""
     from rich.console import Console
 
-    from hotcold.convert.main import terminable, writing_progress
+    from hotcold.convert.main import writing_progress
     from hotcold.placement.profiling import progress_bar
 
     out = args.outfile or default_output(args.model, args.target_sparsity)
     size = args.model.stat().st_size if args.model.is_file() else 0
     check_output(out, args.force, size)
     text, heldout, left_out = _read(args)
-    with terminable():
-        with progress_bar("calibrating") as progress:
-            result = calibrate(args.model, args.target_sparsity, text, heldout, per_layer=args.per_layer,
-                               threads=args.threads, progress=progress)  # fmt: skip
-        console = Console(stderr=True, highlight=False)
-        with writing_progress(console, size) if console.is_terminal else nullcontext(None) as writing:
-            written = write_thresholds(args.model, out, result.thresholds, force=args.force, progress=writing)
+    with progress_bar("calibrating") as progress:
+        result = calibrate(args.model, args.target_sparsity, text, heldout, per_layer=args.per_layer,
+                           threads=args.threads, progress=progress)  # fmt: skip
+    console = Console(stderr=True, highlight=False)
+    with writing_progress(console, size) if console.is_terminal else nullcontext(None) as writing:
+        written = write_thresholds(args.model, out, result.thresholds, force=args.force, progress=writing)
     note(f"wrote {safe_text(str(out))} ({written / 1e6:.1f} MB)")
     if left_out:
         note(f"left out, for they hold for the old thresholds: {' and '.join(left_out)}; next: hotcold profile "

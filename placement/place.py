@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hotcold.convert.lazy import QType
-from hotcold.convert.main import terminable, writing_progress
+from hotcold.convert.main import writing_progress
 from hotcold.convert.model import Metadata, MetaValue, array, string
 from hotcold.placement.identity import model_id
 from hotcold.placement.rewrite import rewrite, split_config
@@ -167,7 +167,7 @@ def write_sorted(src: Path, out: Path, sorting: Sorting, more: Mapping[str, Meta
     """
     bar = nullcontext(None) if console is None else writing_progress(console, src.stat().st_size)
     old = [key for key in PLACEMENT_KEYS if key not in more]
-    with terminable(), bar as progress:
+    with bar as progress:
         size = rewrite(src, out, order=sorting.order, tensors=sorting.tensors, metadata={**sorting.metadata, **more},
                        drop_keys=old, force=force, progress=progress)  # fmt: skip
     if console is not None:

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hotcold.convert.main import terminable, writing_progress
+from hotcold.convert.main import writing_progress
 from hotcold.convert.model import array
 from hotcold.placement import lowrank
 from hotcold.placement.machine import find_gpu
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     with layer_progress(args.kind) as progress:
         results, notes = train_predictors(args.model, profile, wanted, progress)
     if args.outfile is not None:  # before the table, whose reader may go away
-        with terminable(), writing_progress(console, args.model.stat().st_size) as advance:
+        with writing_progress(console, args.model.stat().st_size) as advance:
             size = write_predictors(args.model, args.outfile, profile, results, args.force, advance)
         console.print(f"wrote {escape(safe_text(str(args.outfile)))} ({size / 1e6:.1f} MB)", soft_wrap=True)
     show([result_table(results, profile, wanted)])

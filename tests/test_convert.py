@@ -396,8 +396,9 @@ def test_a_failed_write_leaves_nothing(
 
 
 SLOW = textwrap.dedent("""
-    import argparse, sys, time
-    from hotcold.convert import main, writer
+    import sys, time
+    from hotcold.convert import writer
+    from hotcold.runtime.cli import main
     original = writer._write_tensor
     def slow(file, t, *rest):
         n = original(file, t, *rest)
@@ -407,9 +408,7 @@ SLOW = textwrap.dedent("""
             time.sleep(60)
         return n
     writer._write_tensor = slow
-    parser = argparse.ArgumentParser()
-    main.add_arguments(parser)
-    sys.exit(main.run(parser.parse_args(sys.argv[1:])))
+    sys.exit(main(["convert", *sys.argv[1:]]))
 """)
 
 
