@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from gguf import GGUFValueType
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -195,7 +195,7 @@ def layer_table(counts: Counts, placements: Sequence[Placement] = ()) -> Table:
     return table
 
 
-def show(tables: Sequence[object]) -> None:
+def show(tables: Sequence[RenderableType]) -> None:
     """Tables on stdout in whole lines, whatever the width of the terminal: it wraps them, but no digit is lost."""
     for table in tables:
         console = Console(file=sys.stdout, highlight=False, width=1 << 12)
