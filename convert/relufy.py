@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sparsity", type=_share, default=SPARSITY, metavar="S",
                         help=f"share of each layer's neurons to be off (default {SPARSITY}); more costs quality")
     parser.add_argument("--tokens", type=_count, metavar="N",
-                        help=f"tokens of text to fit on (default {TOKENS}, or what the text has)")
+                        help=f"tokens of text to fit on (default {TOKENS}, or what the text has; at least "
+                             f"{LEAST_CONTEXTS * CONTEXT}); {HELD_OUT_TOKENS} others judge")
     parser.add_argument("--text", type=Path, action="append", default=[], metavar="FILE",
                         help="text to fit on; may be given several times (default: one that comes with hotcold)")
     parser.add_argument("--held-out", type=Path, metavar="FILE",
@@ -231,6 +232,9 @@ def _contexts(args: argparse.Namespace, trace: Trace, text: Corpus, held_out: Co
     """i32 [n, length] to fit on and, behind them, held-out ones; how many those are."""
     tokenizer = Tokenizer.from_gguf(trace.engine.file)
     length = min(CONTEXT, trace.engine.n_ctx)
+    if args.tokens and args.tokens < LEAST_CONTEXTS * length:
+        raise HotcoldError(f"--tokens {args.tokens}: the fit needs at least {LEAST_CONTEXTS} contexts, "
+                           f"{LEAST_CONTEXTS * length} tokens")
     fitted = make_contexts(text, tokenizer, length, args.tokens or TOKENS, LEAST_CONTEXTS, args.seed,
                            "the text to fit on")
     if args.tokens and fitted.size < args.tokens // length * length:

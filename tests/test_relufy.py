@@ -329,6 +329,8 @@ def test_texts_that_are_too_short(tiny_model: Get, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words\n" * 2000)
     assert "--tokens asks for 1000000" in relufy_error(
         tiny_model("llama"), "-o", out, "--text", text, "--tokens", 1000000)
+    assert "--tokens 100: the fit needs at least 4 contexts" in relufy_error(
+        tiny_model("llama"), "-o", out, "--text", text, "--tokens", 100)
 
 
 @pytest.mark.parametrize("option, value", [("--sparsity", "0"), ("--sparsity", "1"), ("--sparsity", "nan"),
