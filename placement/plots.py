@@ -10,6 +10,7 @@ see all colours, and lines differ in their markers too.
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ _STYLE: Any = {  # of rcParams
 
 def check_matplotlib() -> None:
     """Raise HotcoldError unless pictures can be drawn."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its remarks on folders it cannot write say nothing to us
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
