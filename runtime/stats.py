@@ -18,7 +18,10 @@ from hotcold.runtime.weights import Weights, by_column
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Per layer, float64 [n_layer] each; all 1 where nothing was counted."""
+    """Per layer, float64 [n_layer] each; all 1 where nothing was counted.
+
+    Key matrices held by input column count as read whole: which inputs were 0 is not counted.
+    """
 
     tokens: int
     checked: np.ndarray  # share of neurons whose key row was read
