@@ -117,7 +117,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=default.prompt_tokens)
     parser.add_argument("--gen-tokens", type=int, default=default.gen_tokens)
     parser.add_argument("--reps", type=int, default=default.reps, help="clean rounds wanted; 0: no speed")
-    parser.add_argument("--modes", type=lambda text: text.split(","), default=default.modes, help="as in dense,exact")
+    parser.add_argument("--modes", type=lambda text: text.split(","), default=default.modes,
+                        help="as in dense,exact,predict")
     parser.add_argument("--quality-tokens", type=int, default=default.quality_tokens, help="0: no quality")
     parser.add_argument("--text", default=default.text, help="file to take tokens from, or `random` for random ids")
     parser.add_argument("--noise", type=float, default=default.noise, help="cores others may use in a clean burst")

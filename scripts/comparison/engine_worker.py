@@ -22,6 +22,7 @@ import numpy as np
 
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.plan import SPARSITY_MODES
 
 
 def note(line: str) -> None:
@@ -98,7 +99,7 @@ def main() -> int:
     two.set_defaults(run=logits)
     for command in (one, two):
         command.add_argument("-t", "--threads", type=int, default=None)
-        command.add_argument("--sparsity", default="auto", choices=["auto", "dense", "exact"])
+        command.add_argument("--sparsity", default="auto", choices=SPARSITY_MODES)
     args = parser.parse_args()
     try:
         args.run(args)
