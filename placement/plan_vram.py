@@ -380,6 +380,8 @@ def placements_from_args(
 ) -> list[Placement]:  # fmt: skip
     """One placement per budget asked for; with --hardware alone the card's whole VRAM; none without either."""
     if not args.vram_budget and args.hardware is None:
+        if args.n_ctx is not None:
+            raise HotcoldError("--n-ctx is for a placement: give --vram-budget or --hardware too")
         return []
     if args.hardware is not None:
         hardware = load_hardware(args.hardware)

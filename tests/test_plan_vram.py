@@ -382,6 +382,8 @@ def from_args(model: tuple[GGUFFile, ModelConfig], *arguments: str) -> list[Plac
 
 def test_arguments(gated: tuple[GGUFFile, ModelConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert from_args(gated) == []
+    with pytest.raises(HotcoldError, match="--n-ctx is for a placement"):
+        from_args(gated, "--n-ctx", "64")
     (whole,) = from_args(gated, "--hardware", "rtx-4090")
     assert whole.budget == 24 << 30 and whole.n_ctx == 128 and whole.hardware == PRESETS["rtx-4090"]
     two = from_args(gated, "--hardware", "rtx-4090", "--vram-budget", "1GiB", "--vram-budget", "1024MiB",
