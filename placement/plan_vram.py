@@ -165,7 +165,7 @@ def _layers(
     for number, (size, f) in enumerate(zip(sizes.layers, frequency, strict=True)):
         up_too = config.gated and not sparse
         decide = size.key_row + (size.value_row / 2 if up_too else 0)
-        candidates = np.ones(len(f))
+        candidates: np.ndarray = np.ones(len(f))
         if predictors is not None and predictors.density and number not in predictors.falls_back:
             candidates = np.minimum(1.0, f * predictors.density[number] / max(float(f.mean()), 1e-12))
         layers.append(
