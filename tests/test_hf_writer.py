@@ -65,7 +65,7 @@ def test_what_is_not_replaced_stays(case: str, max_shard: int, tiny_checkpoint: 
 
 
 def test_other_libraries_read_it(tiny_checkpoint: Get, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed (the extra dev has it)")
     write_folder(opened(tiny_checkpoint("llama")), tmp_path / "out", {NAME: new_tensor()}, {}, ignore)
     found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
     np.testing.assert_array_equal(found[NAME], new_tensor().read(0, 300))

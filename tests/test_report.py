@@ -21,7 +21,7 @@ from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extras report and dev have it)")
 
 TOKENS = 1000
 NASTY = "<script>alert(1)</script> & \"quotes\" 'x' \x1b[31m <img src=http://evil.example/x.png onerror=y>"
