@@ -29,6 +29,7 @@ from hotcold.convert.stock import to_stock
 from hotcold.convert.target import Target
 from hotcold.convert.writer import check_name, write_target
 from hotcold.runtime import schema
+from hotcold.runtime.arguments import count
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate-text", metavar="FILE", action="append", default=[], type=Path,
                         help="with --calibrate: text to count over; may be given several times (default: one that "
                              "comes with hotcold)")
-    parser.add_argument("--calibrate-tokens", metavar="N", type=_count,
+    parser.add_argument("--calibrate-tokens", metavar="N", type=count,
                         help="with --calibrate: tokens of the text to count over (default 100000)")
     parser.add_argument("--predictor", choices=PREDICTORS,
                         help="with --calibrate: predictors to train, for --sparsity predict (default lowrank; a layer "
@@ -255,9 +256,3 @@ def writing_progress(console: Console, total: int) -> Iterator[Callable[[str, in
             bar.update(task, advance=n_bytes, description=escape(name[:32].ljust(32)))
 
         yield advance
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,15}", text) or int(text) < 1:  # int() takes the digits of all scripts
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text[:40]!r}")
-    return int(text)

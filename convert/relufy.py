@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from hotcold.convert.relufy_model import Fits, relufied, relufied_tensors
 from hotcold.convert.relufy_text import make_contexts
 from hotcold.convert.writer import check_name, glob_escape, write_target
 from hotcold.runtime import schema
+from hotcold.runtime.arguments import count, fraction, whole
 from hotcold.runtime.corpus import HELDOUT, Corpus, read_corpus
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
@@ -57,12 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("src", metavar="SRC", type=Path, help="Hugging Face folder or GGUF; SiLU or GELU, gated")
     parser.add_argument("-o", "--outfile", metavar="OUT", type=Path, required=True,
                         help="file to write, neuron-split; with --to-hf a folder")
-    parser.add_argument("--rank", type=_whole, metavar="R",
+    parser.add_argument("--rank", type=whole, metavar="R",
                         help=f"always-on neurons per layer that repair the rest (default {RANK}, or the model's width "
                              "where that is less)")
-    parser.add_argument("--sparsity", type=_share, default=SPARSITY, metavar="S",
+    parser.add_argument("--sparsity", type=fraction, default=SPARSITY, metavar="S",
                         help=f"share of each layer's neurons to be off (default {SPARSITY}); more costs quality")
-    parser.add_argument("--tokens", type=_count, metavar="N",
+    parser.add_argument("--tokens", type=count, metavar="N",
                         help=f"tokens of text to fit on (default {TOKENS}, or what the text has; at least "
                              f"{LEAST_CONTEXTS * CONTEXT}); {HELD_OUT_TOKENS} others judge")
     parser.add_argument("--text", type=Path, action="append", default=[], metavar="FILE",
@@ -73,31 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="type of the matrices, as for hotcold convert (default auto)")
     parser.add_argument("--to-hf", action="store_true",
                         help="write a Hugging Face folder instead (SRC must be one; types stay)")
-    parser.add_argument("-t", "--threads", type=_count, metavar="N",
+    parser.add_argument("-t", "--threads", type=count, metavar="N",
                         help="default: what the machine gives this process")
-    parser.add_argument("--seed", type=_whole, default=SEED, metavar="N",
+    parser.add_argument("--seed", type=whole, default=SEED, metavar="N",
                         help=f"which parts of a longer text are taken (default {SEED})")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-
-
-def _number(text: str, low: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < low:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {low}")
-    return int(text)
-
-
-def _whole(text: str) -> int:
-    return _number(text, 0)
-
-
-def _count(text: str) -> int:
-    return _number(text, 1)
-
-
-def _share(text: str) -> float:
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers between 0 and 1, for example 0.75")
-    return float(text)
 
 
 @dataclass

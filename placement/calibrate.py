@@ -28,6 +28,7 @@ from hotcold.placement.rewrite import rewrite, split_config
 from hotcold.placement.threshold import MEASURED, allocate, error_curve
 from hotcold.placement.threshold_run import Evaluation, LayerRun, evaluate, open_with
 from hotcold.runtime import schema
+from hotcold.runtime.arguments import count, fraction
 from hotcold.runtime.atomic import check_output
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import note
@@ -182,7 +183,7 @@ def stale(file: GGUFFile) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `hotcold calibrate`."""
     parser.add_argument("model", metavar="MODEL", type=Path, help="neuron-split GGUF file of a SiLU or GELU model")
-    parser.add_argument("--target-sparsity", metavar="S", type=_share, required=True,
+    parser.add_argument("--target-sparsity", metavar="S", type=fraction, required=True,
                         help="share of neurons that are to be off, mean over the layers: between 0 and 1")
     parser.add_argument("--per-layer", choices=PER_LAYER, default=PER_LAYER[-1],
                         help="even: the same share in every layer; error: fewer off where that does more harm "
@@ -192,11 +193,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--text", metavar="FILE", action="append", default=[], type=Path,
                         help="text to read; may be given several times (default: one that comes with hotcold)")
-    parser.add_argument("--tokens", metavar="N", type=_count, default=TOKENS,
+    parser.add_argument("--tokens", metavar="N", type=count, default=TOKENS,
                         help=f"read about N tokens, taken evenly from the text (default {TOKENS})")
-    parser.add_argument("-c", "--ctx", metavar="N", type=_count,
+    parser.add_argument("-c", "--ctx", metavar="N", type=count,
                         help=f"tokens of a context (default {N_CTX}, or what the model was trained on)")
-    parser.add_argument("-t", "--threads", metavar="N", type=_count, help="default: what the machine gives")
+    parser.add_argument("-t", "--threads", metavar="N", type=count, help="default: what the machine gives")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -281,15 +282,3 @@ def _print(lines: Sequence[str]) -> None:
 
 
 # ------------------------------------------------------------------ numbers of the command line
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,15}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text[:40]!r}")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{0,9}\.?[0-9]{1,9}", text) or not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, for example 0.5, got {text[:40]!r}")
-    return float(text)

@@ -23,6 +23,7 @@ from hotcold.placement.profile import Profile, load_profile, merge_profiles, per
 from hotcold.placement.profile_file import State, read_profile
 from hotcold.placement.profile_run import Keeper, Run, Stopped, execute, gather, refuse_other_job, worker_files
 from hotcold.runtime import schema
+from hotcold.runtime.arguments import count, whole
 from hotcold.runtime.atomic import check_output
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import note
@@ -200,18 +201,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("text")
     group.add_argument("--text", metavar="FILE", action="append", default=[], type=Path,
                        help="text to read; may be given several times (default: one that comes with hotcold)")
-    group.add_argument("--tokens", metavar="N", type=_count, default=TOKENS,
+    group.add_argument("--tokens", metavar="N", type=count, default=TOKENS,
                        help=f"count about N tokens, taken evenly from the text (default {TOKENS})")
     group.add_argument("--all", action="store_true", help="count all of the text")
-    group.add_argument("-c", "--ctx", metavar="N", type=_count,
+    group.add_argument("-c", "--ctx", metavar="N", type=count,
                        help=f"tokens of a context (default {N_CTX}, or what the model was trained on)")
-    group.add_argument("--samples", metavar="N", type=_whole,
+    group.add_argument("--samples", metavar="N", type=whole,
                        help="keep the inputs of N tokens for training predictors; 0: none (default: 8192, "
                             "fewer where that is over 256 MiB, at least 1024)")
     group = parser.add_argument_group("work")
-    group.add_argument("-t", "--threads", metavar="N", type=_count,
+    group.add_argument("-t", "--threads", metavar="N", type=count,
                        help="threads of all workers together (default: all cores)")
-    group.add_argument("--workers", metavar="N", type=_count, default=1,
+    group.add_argument("--workers", metavar="N", type=count, default=1,
                        help="processes that share the text (default 1)")
     group.add_argument("--shard", metavar="I/N", type=_shard, default=(0, 1),
                        help="count only the I-th of N shares of the text; hotcold profile merge adds the shares")
@@ -344,19 +345,6 @@ class _Speed:
 
 
 # ------------------------------------------------------------------ numbers of the command line
-
-
-def _whole(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise argparse.ArgumentTypeError("must be a whole number")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    value = _whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -9,7 +9,6 @@ Layer by layer: memory holds the samples and labels of one.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +47,7 @@ from hotcold.placement.predictor_layer import (
 from hotcold.placement.profile import Profile, check_profile, load_profile, skew, sparsity
 from hotcold.placement.rewrite import rewrite, split_config
 from hotcold.runtime import schema
+from hotcold.runtime.arguments import fraction, whole
 from hotcold.runtime.atomic import check_output
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import emit, note
@@ -68,17 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="P", type=Path, required=True, help="what hotcold profile sampled of it")
     parser.add_argument("--kind", choices=schema.PREDICTORS[1:], default="lowrank",
                         help="lowrank: closed form (default); mlp: a trained net, minutes; signbit: signs only")
-    parser.add_argument("--target-recall", type=_recall, default=TARGET, metavar="R",
+    parser.add_argument("--target-recall", type=fraction, default=TARGET, metavar="R",
                         help=f"share of what neurons add, by its length, to be found (default {TARGET})")
     parser.add_argument("--rank", type=_rank, metavar="N",
                         help="rank or hidden size of all layers, a multiple of 32 (default: what reads least)")
     parser.add_argument("--look-ahead", action="store_true",
                         help="predict from the input of the layer before, so that answers are ready early")
-    parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="the same gives the same (default 0)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="the same gives the same (default 0)")
     parser.add_argument("-o", "--outfile", metavar="OUT", type=Path,
                         help="file to write: MODEL with predictors (default: only show the table)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.add_argument("--check-tokens", type=_whole, default=TOKENS, metavar="N",
+    parser.add_argument("--check-tokens", type=whole, default=TOKENS, metavar="N",
                         help="with -o: tokens of held-out text to measure perplexity and bytes on, in exact and in "
                              f"predict mode (default {TOKENS}; 0: not)")
 
@@ -288,21 +288,8 @@ def layer_progress(kind: str) -> Iterator[Callable[[int, int], None]]:
 # ------------------------------------------------------------------ arguments
 
 
-def _whole(text: str) -> int:
-    """Plain digits only."""
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text[:40]!r}")
-    return int(text)
-
-
 def _rank(text: str) -> int:
-    value = _whole(text)
+    value = whole(text)
     if value % lowrank.STEP or not 0 < value <= MAX_RANK:
         raise argparse.ArgumentTypeError(f"must be a multiple of {lowrank.STEP} up to {MAX_RANK}, got {value}")
     return value
-
-
-def _recall(text: str) -> float:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", text) or not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, got {text[:40]!r}")
-    return float(text)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from hotcold.runtime.arguments import count
 from hotcold.runtime.atomic import check_output, replacing
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import MAX_INPUT, emit, note
@@ -183,14 +183,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--file", metavar="TEXT", type=_path,
                         help="the text, UTF-8; one newline at the end is dropped (with --kl-base: may be left out, the "
                              "base holds its tokens)")
-    parser.add_argument("-c", "--ctx-size", metavar="N", type=_count,
+    parser.add_argument("-c", "--ctx-size", metavar="N", type=count,
                         help=f"tokens per chunk; the second half of each is scored (default {DEFAULT_CTX})")
-    parser.add_argument("--chunks", metavar="N", type=_count, help="evaluate the first N chunks (default: all)")
+    parser.add_argument("--chunks", metavar="N", type=count, help="evaluate the first N chunks (default: all)")
     parser.add_argument("--sparsity", choices=("auto", "dense", "exact", "predict"), default="auto",
                         help="which neurons are computed (default auto). Blocks of tokens are always dense")
     parser.add_argument("--per-token", action="store_true",
                         help="evaluate token by token, as in generation, and count neurons (always with predict)")
-    parser.add_argument("-t", "--threads", metavar="N", type=_count, help="default: what the machine gives")
+    parser.add_argument("-t", "--threads", metavar="N", type=count, help="default: what the machine gives")
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache (default f16)")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--save-kl-base", metavar="FILE", type=_path,
@@ -361,9 +361,3 @@ def _path(text: str) -> Path:
     if not text:  # Path("") would be the current folder
         raise HotcoldError("no such file: ''")
     return Path(text)
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text[:40]!r}")
-    return int(text)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 from hotcold.placement.profile import Profile, merge_profiles
 from hotcold.placement.profile_file import State, write_profile
 from hotcold.placement.profiling import TOKENS, count_contexts, print_summary, profile_model, progress_bar
+from hotcold.runtime.arguments import count, whole
 from hotcold.runtime.atomic import check_output
 from hotcold.runtime.corpus import Corpus, read_corpus
 from hotcold.runtime.errors import HotcoldError
@@ -38,15 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("-o", "--outfile", type=Path, required=True)
     parser.add_argument("--text", type=Path, action="append", default=[], help="may be given several times")
-    parser.add_argument("--tokens", type=_count, default=TOKENS)
+    parser.add_argument("--tokens", type=count, default=TOKENS)
     parser.add_argument("--all", action="store_true", help="count all of the text")
-    parser.add_argument("-c", "--ctx", type=_count)
-    parser.add_argument("--samples", type=_whole)
-    parser.add_argument("--shards", type=_count,
+    parser.add_argument("-c", "--ctx", type=count)
+    parser.add_argument("--samples", type=whole)
+    parser.add_argument("--shards", type=count,
                         help="default: as many as tasks fit into the cluster at once; at most one per context")
-    parser.add_argument("-t", "--threads", type=_count, default=1, help="threads and CPUs per shard (default 1)")
+    parser.add_argument("-t", "--threads", type=count, default=1, help="threads and CPUs per shard (default 1)")
     parser.add_argument("--address", help="of the cluster, for example auto (default: this machine)")
-    parser.add_argument("--cpus", type=_count, help="CPUs of a Ray on this machine (default: all)")
+    parser.add_argument("--cpus", type=count, help="CPUs of a Ray on this machine (default: all)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     args = parser.parse_args(argv)
     try:
@@ -127,18 +127,6 @@ def _result(ray: Any, task: Any) -> Any:
         raise HotcoldError(str(cause) if isinstance(cause, HotcoldError) else f"a shard failed: {cause!r}") from None
     except ray.exceptions.RayError as e:
         raise HotcoldError(f"a shard failed: {' '.join(str(e).split())[:300]}") from None
-
-
-def _whole(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,15}", text):  # int() takes the digits of all scripts
-        raise argparse.ArgumentTypeError("must be a whole number")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if _whole(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
 
 
 if __name__ == "__main__":

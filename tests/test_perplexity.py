@@ -378,7 +378,7 @@ def test_command_errors(tiny_model: Callable[..., Path], small: Path, text: Path
     latin.write_bytes(b"caf\xe9")
     for arguments, code, message in (
         ((model,), 2, "no text: give -f TEXT"),
-        ((model, "-f", text, "-c", "0"), 2, "must be a whole number from 1 on"),
+        ((model, "-f", text, "-c", "0"), 2, "must be a whole number from 1 to"),
         ((model, "-f", text, "-c", "512"), 1, "too short"),
         ((model, "-f", latin), 1, "is not UTF-8: byte 3 is 0xe9"),
         ((model, "-f", tmp_path / "none"), 1, "cannot be read"),

@@ -631,7 +631,7 @@ def test_wrong_usage(model: Path, text: Path, tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "o.gguf"
     assert "must be I/N" in error(capsys, model, "--shard", "0/3")
     assert "must be I/N" in error(capsys, model, "--shard", "4/3")
-    assert "must be at least 1" in error(capsys, model, "--tokens", "0")
+    assert "must be a whole number from 1 to" in error(capsys, model, "--tokens", "0")
     assert "must be a whole number" in error(capsys, model, "--tokens", "1_000")
     assert "give one of them" in error(capsys, model, "--resume", "--force")
     assert "merge needs the profiles" in error(capsys, "merge", "-o", out)

@@ -42,11 +42,11 @@ def test_shards_on_ray_are_one_run(tiny_model: Callable[..., Path], tmp_path: Pa
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("-t", "0"), "argument -t/--threads: must be at least 1"),
-        (("--shards", "0"), "argument --shards: must be at least 1"),
+        (("-t", "0"), "argument -t/--threads: must be a whole number from 1 to"),
+        (("--shards", "0"), "argument --shards: must be a whole number from 1 to"),
         (("--tokens", "1_000"), "argument --tokens: must be a whole number"),
         (("--samples", "-1"), "argument --samples: "),
-        (("--cpus", "0"), "argument --cpus: must be at least 1"),
+        (("--cpus", "0"), "argument --cpus: must be a whole number from 1 to"),
     ],
 )
 def test_numbers_are_checked(option: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
