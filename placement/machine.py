@@ -61,14 +61,14 @@ class Machine:
 
 
 def describe_machine() -> Machine:
-    from hotcold.runtime.kernels import simd
+    from hotcold.runtime.kernels import isa, simd
 
     _, gpus, reason = find_gpu()
     logical = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return Machine(
         cpu=_cpu_name(),
-        features=tuple(f for f in _SHOWN_FEATURES if f in simd.FEATURES),
+        features=tuple(f for f in _SHOWN_FEATURES if f in isa.FEATURES),
         missing=tuple(simd.MISSING),
         logical=logical,
         cores=psutil.cpu_count(logical=False) or logical,

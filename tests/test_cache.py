@@ -87,10 +87,10 @@ def test_folder_follows_every_kernel_source(package: Path, monkeypatch: pytest.M
     assert cache.cache_folder() not in seen
 
 
-@pytest.mark.parametrize("what", ["numba.__version__", "llvmlite.__version__", "llvm.get_host_cpu_name"])
+@pytest.mark.parametrize("what", ["numba.__version__", "llvmlite.__version__", "isa.target"])
 def test_folder_follows_versions_and_cpu(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = cache.cache_folder()
-    other = (lambda: "another") if what.endswith("name") else "0.0"
+    other = (lambda: ("x86_64", "another", frozenset())) if what == "isa.target" else "0.0"
     monkeypatch.setattr(f"hotcold.runtime.kernels.cache.{what}", other)
     assert cache.cache_folder() != before
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 import platformdirs
+
+from hotcold.runtime.kernels import isa
 
 
 def cache_folder() -> Path:
@@ -28,9 +29,9 @@ def cache_folder() -> Path:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    features = sorted(name for name, on in (llvm.get_host_cpu_features() or {}).items() if on)
+    triple, cpu, features = isa.target()
     versions = (sys.version, numba.__version__, llvmlite.__version__, np.__version__)
-    digest.update(repr((versions, llvm.get_host_cpu_name(), features)).encode())
+    digest.update(repr((versions, triple, cpu, sorted(features), isa.CHOSEN.name)).encode())
     return Path(platformdirs.user_cache_dir("hotcold", appauthor=False)) / f"kernels-{digest.hexdigest()[:16]}"
 
 

@@ -6,8 +6,7 @@ A kernel written with these is ordinary @njit code in which every call becomes o
 Everything takes addresses (int64), never arrays: no reference counts, no strides, no bounds, no GIL. Loads and stores
 are unaligned (align 1): rows of a GGUF are only 2-byte aligned.
 
-The instruction set is chosen once, when this module is imported, from the CPU's features: with VNNI the 8-bit dot
-product is one instruction, otherwise the same sum is spelled out in generic LLVM operations, right on any CPU.
+Which instructions they become is chosen once, when this module is imported: see isa.py.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
-FEATURES = {name for name, on in (llvm.get_host_cpu_features() or {}).items() if on}
-VNNI_512 = "avx512vnni" in FEATURES and "avx512f" in FEATURES
-VNNI_256 = "avx512vnni" in FEATURES and "avx512vl" in FEATURES
-X86 = llvm.get_process_triple().startswith(("x86_64", "i686"))
-MISSING = sorted({"avx2", "f16c", "fma"} - FEATURES) if X86 else []  # without these the kernels are not supported
+from hotcold.runtime.kernels.isa import CHOSEN
+
+ISA = CHOSEN.name
+X86, WIDE, MISSING = CHOSEN.x86, CHOSEN.wide, CHOSEN.missing
 _DPBUSD_TAKES_BYTES = llvm.llvm_version_info[0] >= 22  # the intrinsic's operands became byte vectors in LLVM 22
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -122,7 +120,7 @@ def fma_value(b: ir.IRBuilder, x: Any, y: Any, acc: Any) -> Any:
 def dpbusd_value(b: ir.IRBuilder, acc: Any, unsigned: Any, signed: Any) -> Any:
     """acc[i] += sum over j of unsigned[4i+j] * signed[4i+j]; 8 or 16 lanes of i32."""
     lanes = acc.type.count
-    if (lanes == 16 and VNNI_512) or (lanes == 8 and VNNI_256):
+    if lanes in CHOSEN.vnni:
         if not _DPBUSD_TAKES_BYTES:
             unsigned, signed = b.bitcast(unsigned, acc.type), b.bitcast(signed, acc.type)
         return call(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", acc.type, acc, unsigned, signed)
@@ -360,7 +358,7 @@ def load_nibbles(b, a):  # 16 bytes -> 32 values 0..15, the low nibbles first
 @emit(f32x16, i32x16)
 def low_nibble_w(b, v):  # (v & 15) - 8
     nibble = b.and_(v, const(i32x16.ll, [15] * 16))
-    if VNNI_512:  # one table look-up instead of and, subtract, convert; it reads only the low four bits of an index
+    if WIDE:  # one table look-up instead of and, subtract, convert; it reads only the low four bits of an index
         table = const(f32x16.ll, [float(i - 8) for i in range(16)])
         return call(b, "llvm.x86.avx512.permvar.sf.512", f32x16.ll, table, v)
     return b.sitofp(b.sub(nibble, const(i32x16.ll, [8] * 16)), f32x16.ll)
@@ -384,3 +382,54 @@ def negative16(b, a):  # bit i: the i-th of 16 f32 is below 0 (not for -0 and Na
 @emit(types.int64, types.int64)
 def popcount(b, x):
     return call(b, "llvm.ctpop.i64", I64, x)
+
+
+# ------------------------------------------------------------------ the CPU itself
+
+_FTZ_DAZ = 0x8040  # x86, MXCSR: results and operands too small for a normal number are 0
+_FZ = 1 << 24  # AArch64, FPCR: the same
+
+
+@emit(types.int64)
+def read_cycles(b):
+    """Ticks of a counter that runs at a fixed rate, for differences; 0 where the CPU has none for user programs."""
+    if CHOSEN.x86:
+        return call(b, "llvm.readcyclecounter", I64)
+    if CHOSEN.aarch64:  # its cycle counter is for the system alone
+        return b.asm(ir.FunctionType(I64, []), "mrs $0, cntvct_el0", "=r", [], True)
+    return I64(0)
+
+
+@emit(types.int64)
+def flush_denormals(b):
+    """Numbers too small for a normal number count as 0 in this thread from here on; -> the state before."""
+    if CHOSEN.x86:
+        state = _mxcsr(b)
+        _set_mxcsr(b, b.or_(state, I32(_FTZ_DAZ)))
+        return b.zext(state, I64)
+    if CHOSEN.aarch64:
+        state = call(b, "llvm.aarch64.get.fpcr", I64)
+        call(b, "llvm.aarch64.set.fpcr", VOID, b.or_(state, I64(_FZ)))
+        return state
+    return I64(0)
+
+
+@emit(types.void, types.int64)
+def restore_denormals(b, state):
+    """state: what flush_denormals() returned."""
+    if CHOSEN.x86:
+        _set_mxcsr(b, b.trunc(state, I32))
+    elif CHOSEN.aarch64:
+        call(b, "llvm.aarch64.set.fpcr", VOID, state)
+
+
+def _mxcsr(b: ir.IRBuilder) -> Any:
+    cell = cgutils.alloca_once(b, I32)
+    call(b, "llvm.x86.sse.stmxcsr", VOID, b.bitcast(cell, I8.as_pointer()))
+    return b.load(cell)
+
+
+def _set_mxcsr(b: ir.IRBuilder, state: Any) -> None:
+    cell = cgutils.alloca_once(b, I32)
+    b.store(state, cell)
+    call(b, "llvm.x86.sse.ldmxcsr", VOID, b.bitcast(cell, I8.as_pointer()))

@@ -19,7 +19,7 @@ from hotcold.runtime.kernels.simd import (
     F32,
     I32,
     I64,
-    VNNI_512,
+    WIDE,
     addr,
     const,
     dpbusd_value,
@@ -35,8 +35,8 @@ from hotcold.runtime.kernels.simd import (
 )
 
 LANES = 16
-TILE_TOKENS = 8 if VNNI_512 else 4  # as many accumulators as the registers hold
-FLOAT_VECTORS = 2 if VNNI_512 else 1  # panels of 16 rows side by side
+TILE_TOKENS = 8 if WIDE else 4  # as many accumulators as the registers hold
+FLOAT_VECTORS = 2 if WIDE else 1  # panels of 16 rows side by side
 FLOAT_ROWS = LANES * FLOAT_VECTORS
 BYTE_BLOCK = 8 * 64 + 64  # bytes of one block of 32 columns in a byte panel
 
