@@ -11,11 +11,8 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import platform
-import re
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +21,12 @@ import numpy as np
 import psutil
 
 from hotcold.placement.hardware import Hardware, cache_path, load_cached, save_cached
+from hotcold.runtime.bandwidth import ReadTest, cpu_name, last_level_cache
 from hotcold.runtime.gguf_file import safe_text
 from hotcold.runtime.threads import cgroup_limit, default_threads
 
 Say = Callable[[str], None]
 
-_LEAST_BUFFER, _MOST_BUFFER = 256 << 20, 1 << 30  # bytes that are read to measure RAM: more than any cache
 _PASSES = 6
 _NO_LIMIT = 1 << 60  # control groups of version 1 write a number above it for "none"
 _SHOWN_FEATURES = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "neon", "dotprod")
@@ -67,7 +64,7 @@ def describe_machine() -> Machine:
     logical = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return Machine(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         features=tuple(f for f in _SHOWN_FEATURES if f in isa.FEATURES),
         missing=tuple(simd.MISSING),
         logical=logical,
@@ -80,26 +77,6 @@ def describe_machine() -> Machine:
         gpus=gpus,
         gpu_reason=reason,
     )
-
-
-def _cpu_name() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return safe_text(found[1] if found else platform.processor() or platform.machine() or "unknown", 100)
-
-
-def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes; 0 where the system does not say."""
-    sizes = [0]
-    for path in folder.glob("index*/size"):
-        try:
-            number, unit = re.fullmatch(r"([0-9]+)([KMG]?)", path.read_text().strip()).groups()  # type: ignore[union-attr]
-        except (OSError, AttributeError):
-            continue
-        sizes.append(int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[unit])
-    return max(sizes)
 
 
 def memory_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -155,45 +132,11 @@ def _line(error: Exception) -> str:
 
 def measure_cpu(threads: int, cache: int, say: Say) -> tuple[float, float]:
     """-> bytes per second that one thread and all threads read from RAM: the best of several passes."""
-    from numba import njit
-
-    @njit(nogil=True)
-    def read(values):  # the sum keeps the loop alive; it runs at the speed of the memory
-        total = np.uint64(0)
-        for i in range(len(values)):
-            total ^= values[i]
-        return total
-
+    test = ReadTest(cache)
     say("reading RAM with one thread")
-    wanted = min(max(_LEAST_BUFFER, 8 * cache), _MOST_BUFFER, psutil.virtual_memory().available // 4)
-    data = np.ones(max(wanted, 1 << 20) // 8, np.uint64)  # written, or every page would be the same empty one
-    read(data[:8])
-    one = _best_pass(read, [data], _PASSES)
-    passes = max(_PASSES, min(100, int(one / data.nbytes)))  # about a second: others use the machine too
-    one = max(one, _best_pass(read, [data], passes))
+    one = test.measure(1)
     say(f"reading RAM with {threads} threads")
-    return one, max(one, _best_pass(read, np.array_split(data, threads), passes)) if threads > 1 else one
-
-
-def _best_pass(read: Callable[[np.ndarray], object], parts: Sequence[np.ndarray], passes: int) -> float:
-    """Bytes per second of the fastest pass, from when the first thread starts to when the last one is done."""
-    spans = np.zeros((len(parts), passes, 2))
-    barrier = threading.Barrier(len(parts))
-
-    def work(number: int) -> None:
-        for k in range(passes):
-            barrier.wait()
-            spans[number, k, 0] = time.perf_counter()
-            read(parts[number])
-            spans[number, k, 1] = time.perf_counter()
-
-    workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(parts))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    seconds = (spans[:, :, 1].max(0) - spans[:, :, 0].min(0)).min()
-    return sum(p.nbytes for p in parts) / max(float(seconds), 1e-9)
+    return one, max(one, test.measure(threads)) if threads > 1 else one
 
 
 def measure_gpu(cupy: Any, say: Say) -> dict[str, Any]:

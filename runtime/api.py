@@ -61,6 +61,8 @@ class Model:
         n_ctx: int | None = None,
         *,
         kv_type: str = "f16",
+        mmap: bool = True,
+        mlock: bool = False,
         notify: Callable[[str], None] = _log.info,
     ) -> Model:
         """Open a GGUF file.
@@ -68,12 +70,16 @@ class Model:
         sparsity: "exact" (skip neurons that are exactly off), "dense" (compute all), "predict" (look only at neurons
         that the file's predictors choose; not exact), "auto" (exact where neurons switch off). threads: None for what
         the machine gives this process. n_ctx: tokens of context; None for the smaller of 4096 and what the model was
-        trained on. kv_type: "f16" or "f32". notify: gets one line for each thing worth knowing (defaults to the logger
-        "hotcold", level INFO).
+        trained on. kv_type: "f16" or "f32". mmap: False reads the file into memory instead of mapping it. mlock: keep
+        it in RAM, where the system allows that. notify: gets one line for each thing worth knowing (defaults to the
+        logger "hotcold", level INFO).
 
         Raises HotcoldError if the file is not a model this program computes, or an option is out of range.
         """
-        engine = Engine.open(path, sparsity=sparsity, threads=threads, n_ctx=n_ctx, kv_type=kv_type, notify=notify)
+        engine = Engine.open(
+            path, sparsity=sparsity, threads=threads, n_ctx=n_ctx, kv_type=kv_type, mmap=mmap, mlock=mlock,
+            notify=notify,
+        )  # fmt: skip
         try:
             vocabulary = engine.file.get("tokenizer.ggml.model", "no_vocab") != "no_vocab"
             tokenizer = Tokenizer.from_gguf(engine.file) if vocabulary else None

@@ -26,6 +26,15 @@ def fraction(text: str) -> float:
     return float(text)
 
 
+def add_memory_options(group: argparse._ActionsContainer) -> None:
+    """--mlock and --no-mmap, for the commands that run a model."""
+    group.add_argument("--mlock", action="store_true", help="keep the model in RAM, where ulimit -l allows it")
+    group.add_argument(
+        "--no-mmap", dest="mmap", action="store_false",
+        help="read the file into memory, on huge pages where there are any, instead of mapping it",
+    )  # fmt: skip
+
+
 def _from(text: str, low: int) -> int:
     if not re.fullmatch(r"[0-9]{1,15}", text) or int(text) < low:
         raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {10**15 - 1}, got {_shown(text)}")

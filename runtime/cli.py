@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from hotcold.runtime.arguments import add_memory_options
 from hotcold.runtime.console import complain, discard, emit, end_notes, fill_streams, printable, read_input
 from hotcold.runtime.errors import HotcoldError
 
@@ -168,6 +169,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
              "neurons to look at, faster and not exact; auto: exact where neurons switch off (default)",
     )  # fmt: skip
     group.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache (default f16)")
+    add_memory_options(group)
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
@@ -331,6 +333,8 @@ def _open(args: argparse.Namespace) -> Model:
         threads=args.threads,
         n_ctx=args.ctx_size,
         kv_type=args.kv_type,
+        mmap=args.mmap,
+        mlock=args.mlock,
         notify=note,
     )
 

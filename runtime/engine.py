@@ -72,13 +72,16 @@ class Engine:
         threads: int | None = None,
         n_ctx: int | None = None,
         kv_type: str = "f16",
+        mmap: bool = True,
+        mlock: bool = False,
         notify: Callable[[str], None] = _silent,
     ) -> Engine:
         """Load a model.
 
         path: a neuron-split GGUF, or a stock one whose types are native (then dense). n_ctx: tokens the KV cache
-        holds; None: the model's, at most 4096; 0: the model's. kv_type: "f16" or "f32". notify is called with each
-        line a user should know. Raises HotcoldError (GGUFError for a file that cannot be trusted).
+        holds; None: the model's, at most 4096; 0: the model's. kv_type: "f16" or "f32". mmap: False reads the file
+        into memory instead of mapping it; mlock: keep it in RAM, where the system allows that. notify is called with
+        each line a user should know. Raises HotcoldError (GGUFError for a file that cannot be trusted).
         """
         if kv_type not in KV_TYPES:
             raise HotcoldError(f"KV cache type {kv_type!r} is unknown, choose from {', '.join(KV_TYPES)}")
@@ -90,8 +93,10 @@ class Engine:
             raise HotcoldError(f"--threads {n_threads}: allowed are 1 to {MAX_THREADS}")
         if simd.MISSING:
             raise HotcoldError(f"this CPU lacks {', '.join(simd.MISSING)}: an x86 CPU needs AVX2, F16C and FMA")
-        file = open_gguf(path)
+        file = open_gguf(path, mapped=mmap, notify=notify)
         try:
+            if mlock:
+                file.lock(notify)
             config = ModelConfig.from_gguf(file)
             weights = load_weights(file, config)
             plan = make_plan(config, weights, sparsity)

@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from gguf import GGUFValueType as ValueType
 
 from hotcold.runtime.errors import GGUFError
 from hotcold.runtime.gguf_parse import SCALARS, Entry, Header, TensorInfo, parse, safe_text, type_text
+from hotcold.runtime.resident import lock, read_into_memory
 
 __all__ = ["DEQUANTIZABLE_TYPES", "GGUFFile", "TensorInfo", "dequantize", "open_gguf", "safe_text"]
 
@@ -96,8 +97,10 @@ class GGUFFile:
     `types`: key -> (value type, element type or None). `tensors`: name -> TensorInfo in file order.
     """
 
-    def __init__(self, path: Path, buffer: mmap.mmap, header: Header) -> None:
+    def __init__(self, path: Path, buffer: mmap.mmap, header: Header, mapped: bool = True) -> None:
         self.path = path
+        self.mapped = mapped  # False: the buffer is a copy of the file
+        self.locked = False  # whether the buffer is kept in RAM
         self.size = len(buffer)  # bytes
         self.version = header.version
         self.alignment = header.alignment
@@ -109,7 +112,8 @@ class GGUFFile:
         )
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(header.tensors)
         self._buffer = buffer
-        self._bytes: np.ndarray | None = np.frombuffer(buffer, np.uint8)  # read-only: the mapping is
+        self._bytes: np.ndarray | None = np.frombuffer(buffer, np.uint8)
+        self._bytes.flags.writeable = False
 
     def get(self, key: str, default: Any = None) -> Any:
         """Metadata value, or `default` when the key is absent."""
@@ -145,8 +149,13 @@ class GGUFFile:
 
     def release_pages(self) -> None:
         """Give the memory of pages read so far back to the system, where it can; they are read again when needed."""
-        if not self._buffer.closed and hasattr(mmap, "MADV_DONTNEED"):
+        if self.mapped and not self._buffer.closed and hasattr(mmap, "MADV_DONTNEED"):  # a copy would be zeroed
             self._buffer.madvise(mmap.MADV_DONTNEED)
+
+    def lock(self, notify: Callable[[str], None]) -> bool:
+        """Keep the file's bytes in RAM; False where the system does not allow that, and `notify` is told why."""
+        self.locked = lock(self._buffer, notify)
+        return self.locked
 
     def close(self) -> None:
         """Give the mapping back. Views handed out stay valid: the last one to go unmaps the file."""
@@ -187,16 +196,27 @@ def _map_file(path: Path) -> mmap.mmap:
         raise GGUFError(f"{shown}: cannot be opened: {e}") from None
 
 
-def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Map a GGUF and check all of its header.
+def open_gguf(
+    path: str | os.PathLike[str], *, mapped: bool = True, notify: Callable[[str], None] = lambda line: None
+) -> GGUFFile:
+    """Map a GGUF and check all of its header; with mapped=False read the file into memory after that.
 
-    Raises GGUFError naming file, offset, field, what was found and what is allowed.
+    notify is told when reading takes long. Raises GGUFError naming file, offset, field, what was found and what is
+    allowed, HotcoldError where the copy does not fit into the free memory.
     """
     path = Path(path)
     buffer = _map_file(path)
     try:
-        return GGUFFile(path, buffer, parse(path, buffer))
-    except GGUFError:
+        header = parse(path, buffer)
+        if not mapped:
+            checked, buffer = buffer, read_into_memory(path, len(buffer), notify)
+            head = min((info.offset for info in header.tensors.values()), default=len(buffer))
+            same = buffer[:head] == checked[:head]  # what was checked is what was read
+            _unmap(checked)
+            if not same:
+                raise GGUFError(f"{safe_text(str(path))}: something changed it while it was read")
+        return GGUFFile(path, buffer, header, mapped)
+    except BaseException:
         _unmap(buffer)
         raise
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hotcold.runtime.arguments import count
+from hotcold.runtime.arguments import add_memory_options, count
 from hotcold.runtime.atomic import check_output, replacing
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import MAX_INPUT, emit, note
@@ -192,6 +192,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="evaluate token by token, as in generation, and count neurons (always with predict)")
     parser.add_argument("-t", "--threads", metavar="N", type=count, help="default: what the machine gives")
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache (default f16)")
+    add_memory_options(parser)
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--save-kl-base", metavar="FILE", type=_path,
                        help="save all log-probabilities, to compare other models with (llama.cpp's format)")
@@ -212,7 +213,8 @@ def run(args: argparse.Namespace) -> int:
         base, chunks, bos = _input(args, stack)
         n_chunk, n_ctx = chunks.shape
         engine = stack.enter_context(Engine.open(
-            args.model, sparsity=args.sparsity, threads=args.threads, n_ctx=n_ctx, kv_type=args.kv_type, notify=note,
+            args.model, sparsity=args.sparsity, threads=args.threads, n_ctx=n_ctx, kv_type=args.kv_type,
+            mmap=args.mmap, mlock=args.mlock, notify=note,
         ))  # fmt: skip
         save = None
         if args.save_kl_base is not None:

@@ -21,9 +21,10 @@ from hotcold.placement import doctor, machine
 from hotcold.placement.doctor import would_do
 from hotcold.placement.hardware import Hardware, from_json
 from hotcold.placement.identity import model_id
-from hotcold.placement.machine import Machine, find_gpu, last_level_cache, machine_hardware, measure, memory_limit
+from hotcold.placement.machine import Machine, find_gpu, machine_hardware, measure, memory_limit
 from hotcold.placement.memory import model_bytes
-from hotcold.runtime import schema
+from hotcold.runtime import bandwidth, schema
+from hotcold.runtime.bandwidth import last_level_cache
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
@@ -106,8 +107,8 @@ def counted_model(path: Path, share: float = 0.25, thresholds: tuple[float, ...]
 
 
 def test_measures_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_LEAST_BUFFER", 4 << 20)
-    monkeypatch.setattr(machine, "_MOST_BUFFER", 4 << 20)
+    monkeypatch.setattr(bandwidth, "_LEAST_BUFFER", 4 << 20)
+    monkeypatch.setattr(bandwidth, "_MOST_BUFFER", 4 << 20)
     said: list[str] = []
     one, both = machine.measure_cpu(2, 0, said.append)
     assert 1e7 < one < 1e13 and one <= both < 1e13
