@@ -23,7 +23,8 @@ from hotcold.runtime.kernels.formats import (
 )
 from hotcold.runtime.kernels.simd import (
     add_w,
-    dpbusd,
+    dot_q8,
+    dpbusd_small,
     fma,
     fma_w,
     hsum,
@@ -44,9 +45,7 @@ from hotcold.runtime.kernels.simd import (
     load_wb,
     load_wh,
     low_nibble_w,
-    offset128,
     prefetch_l2,
-    shl4,
     shr4w,
     splat,
     splat_w,
@@ -153,12 +152,12 @@ dot4_bf16, axpy4_bf16 = _float_format(load_wb, load_vb, load_bf16, 2)
 
 @njit
 def _q8_block(a, q, sums, d, acc):
-    return fma(to_f32(dpbusd(shl4(sums), offset128(load_b32(a + 2)), q)), vmul(splat(load_f16(a)), d), acc)
+    return fma(to_f32(dot_q8(sums, load_b32(a + 2), q)), vmul(splat(load_f16(a)), d), acc)
 
 
 @njit
 def _q4_block(a, q, sums, d, acc):
-    return fma(to_f32(dpbusd(sums, load_nibbles(a + 2), q)), vmul(splat(load_f16(a)), d), acc)
+    return fma(to_f32(dpbusd_small(sums, load_nibbles(a + 2), q)), vmul(splat(load_f16(a)), d), acc)
 
 
 @njit

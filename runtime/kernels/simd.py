@@ -117,26 +117,65 @@ def fma_value(b: ir.IRBuilder, x: Any, y: Any, acc: Any) -> Any:
     return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, acc)
 
 
-def dpbusd_value(b: ir.IRBuilder, acc: Any, unsigned: Any, signed: Any) -> Any:
-    """acc[i] += sum over j of unsigned[4i+j] * signed[4i+j]; 8 or 16 lanes of i32."""
+def dpbusd_value(b: ir.IRBuilder, acc: Any, unsigned: Any, signed: Any, most: int = 255) -> Any:
+    """acc[i] += sum over j of unsigned[4i+j] * signed[4i+j]; 8 or 16 lanes of i32.
+
+    most: what no unsigned byte exceeds. Up to 128 the sum is cheaper where there is no instruction for it.
+    """
     lanes = acc.type.count
     if lanes in CHOSEN.vnni:
         if not _DPBUSD_TAKES_BYTES:
             unsigned, signed = b.bitcast(unsigned, acc.type), b.bitcast(signed, acc.type)
         return call(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", acc.type, acc, unsigned, signed)
-    # Even and odd bytes as 16-bit numbers, then pairs of products: LLVM knows this pattern (pmaddwd on x86).
+    if lanes == 16 and CHOSEN.x86 and 16 not in CHOSEN.madd:
+        (a0, a1), (u0, u1), (s0, s1) = (_halves(b, v) for v in (acc, unsigned, signed))
+        return shuffle(b, dpbusd_value(b, a0, u0, s0, most), dpbusd_value(b, a1, u1, s1, most), range(16))
+    if lanes in CHOSEN.madd and most <= 128:
+        return b.add(acc, _pair_products(b, byte_pairs(b, unsigned, signed), _ones(lanes)))
+    # Even and odd bytes as 16-bit numbers, then pairs of products.
     words = ir.VectorType(I16, 2 * lanes)
     u, s, eight = b.bitcast(unsigned, words), b.bitcast(signed, words), const(words, [8] * (2 * lanes))
     even = _pair_products(b, b.and_(u, const(words, [255] * (2 * lanes))), b.ashr(b.shl(s, eight), eight))
     return b.add(b.add(acc, even), _pair_products(b, b.lshr(u, eight), b.ashr(s, eight)))
 
 
+def dot_q8_value(b: ir.IRBuilder, sums: Any, weights: Any, q: Any) -> Any:
+    """i32x8 of sums of four products: any s8 weights with act values q, -127..127; sums: their -8 * sum of four."""
+    lanes = sums.type.count
+    if lanes in CHOSEN.madd and lanes not in CHOSEN.vnni:
+        # |w| <= 128 as an unsigned byte, and q with the sign of w.
+        size = call(b, f"llvm.abs.v{4 * lanes}i8", weights.type, weights, ir.IntType(1)(0))
+        signed = call(b, "llvm.x86.avx2.psign.b", q.type, q, weights)
+        return _pair_products(b, byte_pairs(b, size, signed), _ones(lanes))
+    start = b.shl(sums, const(sums.type, [4] * lanes))  # weights are offset by 128, 16 times 8
+    return dpbusd_value(b, start, b.xor(weights, const(weights.type, [128] * (4 * lanes))), q)
+
+
+def byte_pairs(b: ir.IRBuilder, unsigned: Any, signed: Any) -> Any:
+    """x86: i16 sums of two products each. The instruction saturates; unsigned bytes up to 128 never make it:
+    2 * 128 * 127 = 32512 and 2 * 128 * -128 = -32768 are still 16-bit numbers."""
+    words = ir.VectorType(I16, unsigned.type.count // 2)
+    name = "llvm.x86.avx2.pmadd.ub.sw" if words.count == 16 else "llvm.x86.avx512.pmaddubs.w.512"
+    return call(b, name, words, unsigned, signed)
+
+
 def _pair_products(b: ir.IRBuilder, x: Any, y: Any) -> Any:
     """i16 vectors -> i32 of half as many lanes: x[2i]*y[2i] + x[2i+1]*y[2i+1]."""
     lanes = x.type.count
-    wide = ir.VectorType(I32, lanes)
-    p = b.mul(b.sext(x, wide), b.sext(y, wide))
+    wide = ir.VectorType(I32, lanes // 2)
+    if lanes // 2 in CHOSEN.madd:
+        return call(b, "llvm.x86.avx2.pmadd.wd" if lanes == 16 else "llvm.x86.avx512.pmaddw.d.512", wide, x, y)
+    p = b.mul(b.sext(x, ir.VectorType(I32, lanes)), b.sext(y, ir.VectorType(I32, lanes)))
     return b.add(shuffle(b, p, p, range(0, lanes, 2)), shuffle(b, p, p, range(1, lanes, 2)))
+
+
+def _ones(lanes: int) -> ir.Constant:
+    return const(ir.VectorType(I16, 2 * lanes), [1] * (2 * lanes))
+
+
+def _halves(b: ir.IRBuilder, v: Any) -> tuple[Any, Any]:
+    half = v.type.count // 2
+    return shuffle(b, v, v, range(half)), shuffle(b, v, v, range(half, 2 * half))
 
 
 # ------------------------------------------------------------------ memory access
@@ -335,6 +374,16 @@ def isum(b, v):
 @emit(i32x8, i32x8, i8x32, i8x32)
 def dpbusd(b, acc, unsigned, signed):
     return dpbusd_value(b, acc, unsigned, signed)
+
+
+@emit(i32x8, i32x8, i8x32, i8x32)
+def dpbusd_small(b, acc, unsigned, signed):  # unsigned bytes up to 128
+    return dpbusd_value(b, acc, unsigned, signed, most=128)
+
+
+@emit(i32x8, i32x8, i8x32, i8x32)
+def dot_q8(b, sums, weights, q):
+    return dot_q8_value(b, sums, weights, q)
 
 
 @emit(i8x32)

@@ -13,7 +13,7 @@ from hotcold.runtime.kernels.rows import ONE, ZERO
 from hotcold.runtime.kernels.simd import (
     add_w,
     div_w,
-    dpbusd,
+    dpbusd_small,
     eights,
     fma_w,
     hmax,
@@ -195,7 +195,7 @@ def quantize(x, dst, n):
         store_f32(o + ACT_D, top * _INV_127)
     for i in range(n // 32):  # second pass: the byte stores above have drained when they are read as one vector
         o = dst + ACT_BYTES * i
-        m = ineg(dpbusd(izero(), eights(), load_b32(o)))
+        m = ineg(dpbusd_small(izero(), eights(), load_b32(o)))
         store_s16(o + ACT_SUMS, m)
         store_i32(o + ACT_SUM, isum(m))
 
