@@ -5,7 +5,8 @@ In: a path to a GGUF. Out: logits. Next: team.py, which computes; then sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 
 import numpy as np
@@ -17,7 +18,7 @@ from hotcold.runtime.gguf_file import GGUFFile, open_gguf
 from hotcold.runtime.kernels import simd, walk
 from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.plan import Plan, make_plan
-from hotcold.runtime.program import KV_TYPES, Buffers, lower
+from hotcold.runtime.program import FEW_TOKENS, KV_TYPES, Buffers, lower
 from hotcold.runtime.rope import rope_table
 from hotcold.runtime.stats import LayerStats, layer_stats
 from hotcold.runtime.team import Team
@@ -128,22 +129,43 @@ class Engine:
         step = self.n_batch
         if logits == "all":
             step = max(PACK_TOKENS, min(step, LOGITS_BYTES // (4 * self.config.n_vocab)))
-        start, counted = self.n_past, (self._counts.copy(), self._counted_tokens)
-        try:
+        with self._undone_by_errors():
             first = 0
             for size in block_sizes(len(ids), step):
                 block = ids[first : first + size]
                 done = first + size == len(ids)
                 wanted = len(block) if logits == "all" else int(logits == "last" and done)
                 rows = out[first : first + wanted] if logits == "all" else out[:wanted]
-                self._run(block, rows)
+                self._run(block, rows, few=size < PACK_TOKENS)
                 self.n_past += size
                 first += size
+        return out[0] if logits == "last" else out if logits == "all" else out.reshape(-1)
+
+    def verify(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Append up to FEW_TOKENS tokens and return the logits of each, f32 [n, n_vocab]: the bits of one at a time.
+
+        For tokens that may have to be taken back (truncate): all are computed together, and weights read once.
+        Raises HotcoldError as forward does, and for more tokens.
+        """
+        ids = self._checked(tokens, "all")
+        if len(ids) > FEW_TOKENS:
+            raise HotcoldError(f"{len(ids)} tokens to verify at once, allowed are 1 to {FEW_TOKENS}")
+        out = np.empty((len(ids), self.config.n_vocab), np.float32)
+        with self._undone_by_errors():
+            self._run(ids, out, few=True)
+            self.n_past += len(ids)
+        return out
+
+    @contextlib.contextmanager
+    def _undone_by_errors(self) -> Iterator[None]:
+        """Position and counters go back to what they were when a run ends early."""
+        start, counted = self.n_past, (self._counts.copy(), self._counted_tokens)
+        try:
+            yield
         except BaseException:
             self.n_past = start
             self._counts[:], self._counted_tokens = counted
             raise
-        return out[0] if logits == "last" else out if logits == "all" else out.reshape(-1)
 
     def _checked(self, tokens: Sequence[int] | np.ndarray, logits: str) -> np.ndarray:
         if self._team is None:
@@ -163,11 +185,10 @@ class Engine:
             )
         return ids
 
-    def _run(self, block: np.ndarray, rows: np.ndarray) -> None:
-        """rows: f32 [wanted, n_vocab], contiguous: the logits of the block's last tokens go there."""
-        single = len(block) == 1
-        self.run_ops(not single, 0, len(self._programs[not single]), block, self.n_past, rows)
-        self._counted_tokens += single
+    def _run(self, block: np.ndarray, rows: np.ndarray, few: bool) -> None:
+        """rows: f32 [wanted, n_vocab], contiguous: the logits of the block's last tokens. few: by the token program."""
+        self.run_ops(not few, 0, len(self._programs[not few]), block, self.n_past, rows)
+        self._counted_tokens += few * len(block)
 
     def run_ops(self, many: bool, first: int, end: int, block: np.ndarray, pos: int, rows: np.ndarray) -> None:
         """Operators first..end-1 of the token program, or with `many` of the block program, for tokens at `pos`."""

@@ -24,6 +24,7 @@ from hotcold.runtime.weights import Matrix
 
 KV_TYPES = {"f16": formats.F16, "f32": formats.F32}
 _PAGE = 4096
+FEW_TOKENS = 8  # most that the token program takes at once
 _PRIVATE = ("h", "hq", "hidden")  # of the token program: every thread makes its own copy
 _OPCODES = {
     "embed": walk.EMBED,
@@ -117,37 +118,39 @@ class Buffers:
 
     def _make_arena(self, c: ModelConfig, n_threads: int, widest: int) -> None:
         """Per thread: scratch at offset 0, then the private buffers of the token program."""
-        lists = 4 * (_padded(max(*c.n_ff, c.n_embd)) + LIST_PADDING)
+        few = FEW_TOKENS
+        self.ld_list = 4 * (_padded(max(*c.n_ff, c.n_embd)) + LIST_PADDING)
         layout = {
             "scratch": panel_bytes(max(c.n_embd, widest)),
             "scores": attention_bytes(self.n_ctx),
-            "h": 4 * _padded(c.n_embd),
-            "h_b": 2 * _padded(c.n_embd),
-            "hq_b": 2 * _padded(widest),
-            "hidden": 4 * _padded(_rank(c)),
-            "hidden_b": 2 * _padded(_rank(c)),
+            "h": few * 4 * _padded(c.n_embd),
+            "h_b": few * 2 * _padded(c.n_embd),
+            "hq_b": few * 2 * _padded(widest),
+            "hidden": few * 4 * _padded(_rank(c)),
+            "hidden_b": few * 2 * _padded(_rank(c)),
             "signs": _padded(c.n_embd),
-            "ids": lists,
-            "values": lists,
-            "acc": 4 * _padded(c.n_embd),
+            "ids": few * self.ld_list,
+            "values": few * self.ld_list,
+            "lengths": few * 16,
+            "acc": few * 4 * _padded(c.n_embd),
         }
         offsets, total = {}, 0
         for name, size in layout.items():
             offsets[name] = total
             total += (size + 127) // 64 * 64  # a free line between buffers
+        widths = {"h": c.n_embd, "hq": widest, "hidden": _rank(c), "acc": c.n_embd}
         self.arena_size = (total + _PAGE) // _PAGE * _PAGE
         self.arena = self._new(self.arena_size * n_threads)
         self.private = {name: self.arena + offset for name, offset in offsets.items()}
+        at = self.private
+        self._token_areas = {
+            name: Area(at.get(name, 0), 4 * _padded(width), at.get(name + "_b", 0), 2 * _padded(width))
+            for name, width in widths.items()
+        }
 
     def token_area(self, name: str) -> Area:
         """Where the token program finds a buffer: private ones as thread 0 sees them."""
-        if name == "h":
-            return Area(self.private["h"], 0, self.private["h_b"], 0)
-        if name == "hq":
-            return Area(0, 0, self.private["hq_b"], 0)
-        if name == "hidden":
-            return Area(self.private["hidden"], 0, self.private["hidden_b"], 0)
-        return self.shared[name]
+        return self._token_areas.get(name) or self.shared[name]
 
 
 class Lowering:
@@ -234,7 +237,7 @@ class Lowering:
         if matrix.name.endswith(schema.FFN_UP_DOWN):  # the up rows of the bundles
             stride, rows = 2 * stride, rows // 2
         fields = {"qt": matrix.ggml_type, "w": matrix.addr, "stride": stride, "rows": rows, "cols": matrix.cols}
-        fields |= self._from(op.reads[0]) | {"private": self._private(op.reads[0])}
+        fields |= self._from(op.reads[0]) | {"private": self._private(op.reads[0]), "few": not self.many}
         if op.writes[0] == "logits":  # its address is an argument of the run
             return fields | {"dst": 0, "ld_dst": 4 * self.config.n_vocab}
         return fields | self._to(op.writes[0])
@@ -253,9 +256,9 @@ class Lowering:
         (score,) = op.weights
         assert score is not None
         return {
-            "src": self.area(op.reads[0]).addr, "cols": score.cols, "quant": score.ggml_type in formats.QUANTIZED,
+            "cols": score.cols, "quant": score.ggml_type in formats.QUANTIZED,
             "relu": self.config.predictors[op.layer].kind == "mlp",
-        } | self._to(op.writes[0])  # fmt: skip
+        } | self._from(op.reads[0]) | self._to(op.writes[0])  # fmt: skip
 
     def _heads(self, layer: int) -> dict:
         c, b = self.config, self.buffers
@@ -275,18 +278,18 @@ class Lowering:
         }  # fmt: skip
 
     def _attend(self, op: Op) -> dict:
-        fields = {"window": self.config.window[op.layer], "srcb": self.buffers.private["scores"]}
+        fields = {"window": self.config.window[op.layer], "srcb": self.buffers.private["scores"], "few": not self.many}
         return self._heads(op.layer) | fields | self._to("att")
 
     def _ffn(self, op: Op) -> dict:
         key, value, *predictor = op.weights
         assert value is not None
-        b = self.buffers
+        b, acc = self.buffers, self.area("acc")
         fields = self._from("h") | self._activation(op.layer) | {
             "rows": self.config.n_ff[op.layer], "cols": value.cols, "sparse": self._skips(op.layer),
-            "aux": b.shared["g"].addr, "aux2": b.private["ids"], "dst": b.private["acc"], "dstb": b.private["values"],
-            "private": 1,
-        }  # fmt: skip
+            "aux": b.shared["g"].addr, "ld_aux": b.shared["g"].ld, "aux2": b.private["ids"], "dstb": b.private["values"],
+            "ld_list": b.ld_list, "lengths": b.private["lengths"], "private": 1,
+        } | {"dst": acc.addr, "ld_dst": acc.ld}  # fmt: skip
         if key is not None:  # otherwise the keys are in `g`
             fields |= {"qt": key.ggml_type, "w": key.addr, "stride": key.stride}
         if predictor:
@@ -307,15 +310,16 @@ class Lowering:
 
     def _predictor(self, layer: int, score: Matrix | None, bias: Matrix | None) -> dict:
         assert score is not None and bias is not None
-        predictor, private = self.config.predictors[layer], self.buffers.private
+        predictor, hidden = self.config.predictors[layer], self.buffers.token_area("hidden")
         return {
             "predictor": _PREDICTOR_CODES[predictor.kind], "threshold4": predictor.threshold, "bias4": bias.addr,
             "qt4": score.ggml_type, "w4": score.addr, "stride4": score.stride, "cols4": score.cols,
-            "hidden": private["hidden"], "hiddenb": private["hidden_b"], "signs": private["signs"],
+            "hidden": hidden.addr, "ld_hidden": hidden.ld, "hiddenb": hidden.addr_b, "ld_hiddenb": hidden.ld_b,
+            "signs": self.buffers.private["signs"],
         }  # fmt: skip
 
     def _reduce(self, op: Op) -> dict:
-        return {"cols": self.config.n_embd, "src": self.buffers.private["acc"], "dst": self.area("x").addr}
+        return {"cols": self.config.n_embd} | self._from("acc") | self._to("x")
 
     def _activation(self, layer: int) -> dict:
         c = self.config

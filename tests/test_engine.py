@@ -196,7 +196,7 @@ def test_block_results_do_not_depend_on_threads(model: Any, opened: Any) -> None
         logits = []
         for threads in (*THREADS, 16):
             engine = opened(path, threads=threads)
-            logits.append(np.vstack([engine.forward(TOKENS[:3], "all"), engine.forward(TOKENS[3:60], "all")]))
+            logits.append(np.vstack([engine.forward(part, "all") for part in (TOKENS[:7], TOKENS[7:60])]))
         assert all(same_bits(logits[0], other) for other in logits[1:])
 
 
@@ -229,12 +229,12 @@ def test_share_computed_is_the_share_that_fires(activation: str, kind: Type, mod
     path = model(**fields, **PATTERNS, **all_of(kind))
     _, keys = Reference(path).logits(TOKENS[:20])
     engine = opened(path, sparsity="exact")
-    engine.forward(TOKENS[:4])  # blocks are computed whole and not counted
+    engine.forward(TOKENS[:6])  # blocks are not counted
     assert (engine.layer_stats().computed == 1).all()
-    one_by_one(engine, TOKENS[4:20])
+    one_by_one(engine, TOKENS[6:20])
     for share, key in zip(engine.layer_stats().computed, keys, strict=True):
-        borderline = (np.abs(key[4:]) < (1e-3 if kind == Type.F32 else 5e-2)).mean()
-        assert abs(share - (key[4:] > 0).mean()) <= borderline
+        borderline = (np.abs(key[6:]) < (1e-3 if kind == Type.F32 else 5e-2)).mean()
+        assert abs(share - (key[6:] > 0).mean()) <= borderline
     engine.reset_stats()
     assert (engine.layer_stats().computed == 1).all()
     engine.forward([1])

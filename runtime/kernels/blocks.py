@@ -78,8 +78,8 @@ def pack_floats(qt, a, stride, last, n, panel):
 
 
 @njit
-def _few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
-    """Rows in groups of 4 stay in the first-level cache while every token uses them."""
+def few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
+    """As matmul, each token by itself: the bits of single tokens. Rows stay in the cache while all tokens use them."""
     for r in range(r0, r1, 4):
         end = min(r + 4, r1)
         for t in range(n_tok):
@@ -92,7 +92,7 @@ def _few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
 def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
     """dst[t][r] (+)= scale * (row r . x[t] + bias[r]) for r0 <= r < r1: o.qt, o.w, o.stride, o.cols, o.bias, ..."""
     if n_tok < PACK_TOKENS:
-        _few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch)
+        few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch)
         return
     quantized = o.qt == Q8_0 or o.qt == Q4_0
     width = LANES if quantized else FLOAT_ROWS

@@ -1,11 +1,13 @@
-"""The sparse FFN of one token as one operator: each thread takes its own neurons from key row to accumulator.
+"""The sparse FFN of a few tokens as one operator: each thread takes its own neurons from key row to accumulator.
 
-In: one record of the program, activations of this token. Out: this thread's share of the FFN's result, how many key
+In: one record of the program, activations of the tokens. Out: this thread's share of the FFN's result, how many key
 rows it read and how many neurons it computed. Next: walk.py.
 
 Neurons are dealt to threads by id, in chunks of CHUNK, round-robin: sorted neurons would otherwise put all the work
 on thread 0. Each thread adds its neurons in order of id, and the reduction adds the threads in order. A neuron whose
-activation is 0 adds 0, so skipping it changes no bit: exact equals dense, at the same number of threads.
+activation is 0 adds 0, so skipping it changes no bit: exact equals dense, at the same number of threads. Every token
+has its own list of neurons and its own accumulator, so a token gets the same bits alone and among others; the loops
+are nested so that rows which several tokens need come from memory once.
 
 What decides that a neuron is off:
     its key, against the layer's threshold            ReLU family
@@ -32,19 +34,22 @@ from hotcold.runtime.kernels.simd import (
 from hotcold.runtime.kernels.vector import DRELU, activate
 
 CHUNK = 32
+SEGMENT = 512  # neurons whose rows all tokens use before the next ones: so many that they stay in the cache
 LIST_PADDING = 16  # entries a list may be read past its end
 SCORES, SIGNS = 1, 2  # o.predictor: scores are rows . hidden values; scores are counts of equal signs
 
 
 @njit
-def own_keys(o, t, n_threads, x, xb, keys):
-    """keys[i] = key row i . x (+ bias) for this thread's neurons."""
+def own_products(o, t, n_threads, n_tok, x, xb):
+    """keys[j][i] = key row i . x[j] (+ bias) for this thread's neurons, all tokens of a chunk together."""
     for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
         r1 = min(r0 + CHUNK, o.rows)
-        matvec(o.qt, o.w, o.stride, r0, r1, o.cols, x, xb, keys)
-        if o.bias:
-            for r in range(r0, r1):
-                store_f32(keys + 4 * r, load_f32(keys + 4 * r) + load_f32(o.bias + 4 * r))
+        for j in range(n_tok):
+            keys = o.aux + j * o.ld_aux
+            matvec(o.qt, o.w, o.stride, r0, r1, o.cols, x + j * o.ld_src, xb + j * o.ld_srcb, keys)
+            if o.bias:
+                for r in range(r0, r1):
+                    store_f32(keys + 4 * r, load_f32(keys + 4 * r) + load_f32(o.bias + 4 * r))
 
 
 @njit
@@ -76,27 +81,39 @@ def pad_list(n, ids, values):
 
 
 @njit
-def own_candidates(o, t, n_threads, x, signs, hidden, hiddenb, scores, ids):
-    """List this thread's neurons whose score is above o.threshold4, in order of id."""
-    n, words = 0, o.stride4 // 8
-    if o.predictor == SIGNS:
-        for j in range(words):
-            bits = negative16(x + 256 * j) | negative16(x + 256 * j + 64) << 16
-            store_i64(signs + 8 * j, bits | negative16(x + 256 * j + 128) << 32 | negative16(x + 256 * j + 192) << 48)
-        if o.cols % 64:  # what lies behind x is not part of it
-            last = signs + 8 * words - 8
-            store_i64(last, load_i64(last) & ((1 << (o.cols % 64)) - 1))
+def own_scores(o, t, n_threads, n_tok, hidden, hiddenb):
+    """Scores (into the buffer of the keys) of this thread's neurons: rows of the predictor . hidden values."""
     for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
         r1 = min(r0 + CHUNK, o.rows)
-        if o.predictor == SIGNS:
-            for r in range(r0, r1):
-                different = 0
-                for j in range(words):
-                    different += popcount(load_i64(o.w4 + r * o.stride4 + 8 * j) ^ load_i64(signs + 8 * j))
-                store_f32(scores + 4 * r, np.float32(o.cols - 2 * different))
-        else:
-            matvec(o.qt4, o.w4, o.stride4, r0, r1, o.cols4, hidden, hiddenb, scores)
-        for r in range(r0, r1):
+        for j in range(n_tok):
+            matvec(o.qt4, o.w4, o.stride4, r0, r1, o.cols4, hidden + j * o.ld_hidden, hiddenb + j * o.ld_hiddenb,
+                   o.aux + j * o.ld_aux)  # fmt: skip
+
+
+@njit
+def sign_scores(o, t, n_threads, x, signs, scores):
+    """Scores of this thread's neurons for one token: 2 * (signs of the key row equal to those of x) - cols."""
+    words = o.stride4 // 8
+    for j in range(words):
+        bits = negative16(x + 256 * j) | negative16(x + 256 * j + 64) << 16
+        store_i64(signs + 8 * j, bits | negative16(x + 256 * j + 128) << 32 | negative16(x + 256 * j + 192) << 48)
+    if o.cols % 64:  # what lies behind x is not part of it
+        last = signs + 8 * words - 8
+        store_i64(last, load_i64(last) & ((1 << (o.cols % 64)) - 1))
+    for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
+        for r in range(r0, min(r0 + CHUNK, o.rows)):
+            different = 0
+            for j in range(words):
+                different += popcount(load_i64(o.w4 + r * o.stride4 + 8 * j) ^ load_i64(signs + 8 * j))
+            store_f32(scores + 4 * r, np.float32(o.cols - 2 * different))
+
+
+@njit
+def own_candidates(o, t, n_threads, scores, ids):
+    """List this thread's neurons whose score is above o.threshold4, in order of id."""
+    n = 0
+    for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
+        for r in range(r0, min(r0 + CHUNK, o.rows)):
             store_i32(ids + 4 * n, r)
             n += not load_f32(scores + 4 * r) + load_f32(o.bias4 + 4 * r) <= o.threshold4
     return n
@@ -181,50 +198,85 @@ def four_values(p):
 
 
 @njit
-def add_neurons(o, w2, n, ids, values, x, xb, acc):
-    """acc[0:cols] = sum over the listed neurons of value (* up row . x) * down row; w2 = 0: without up rows."""
-    for i in range(0, 4 * o.cols, 64):
-        store_w(acc + i, zero_w())
-    for i in range(0, n, 4):
-        four, ahead = four_ids(ids + 4 * i)
-        c = four_values(values + 4 * i)
-        if w2:
-            u = four_products(o.qt2, w2, o.stride2, o.bias2, four, ahead, o.cols, x, xb)
-            if o.act == DRELU:
-                u = max(u[0], ZERO), max(u[1], ZERO), max(u[2], ZERO), max(u[3], ZERO)
-            c = c[0] * u[0], c[1] * u[1], c[2] * u[2], c[3] * u[3]
-        add_rows(o.qt3, o.w3, o.stride3, four, ahead, c, o.cols, acc)
+def add_four(o, w2, at, values, x, xb, acc):
+    """acc += value (* up row . x) * down row of four listed neurons; w2 = 0: without up rows."""
+    four, ahead = four_ids(at)
+    c = four_values(values)
+    if w2:
+        u = four_products(o.qt2, w2, o.stride2, o.bias2, four, ahead, o.cols, x, xb)
+        if o.act == DRELU:
+            u = max(u[0], ZERO), max(u[1], ZERO), max(u[2], ZERO), max(u[3], ZERO)
+        c = c[0] * u[0], c[1] * u[1], c[2] * u[2], c[3] * u[3]
+    add_rows(o.qt3, o.w3, o.stride3, four, ahead, c, o.cols, acc)
 
 
 @njit
-def sparse_ffn(o, t, n_threads, x, xb, keys, ids, values, hidden, hiddenb, signs, acc):
-    """Returns (key rows read, neurons computed). keys is shared (each thread writes its own), the rest is private.
+def add_neurons(o, w2, n_tok, own, x, xb):
+    """acc[j] = sum over the listed neurons of token j; all tokens' neurons of a segment before the next segment."""
+    ids, values, lengths, acc = o.aux2 + own, o.dstb + own, o.lengths + own, o.dst + own
+    done = lengths + 8 * n_tok
+    for j in range(n_tok):
+        store_i64(done + 8 * j, 0)
+        for i in range(0, 4 * o.cols, 64):
+            store_w(acc + j * o.ld_dst + i, zero_w())
+    step = o.rows if n_tok == 1 else SEGMENT
+    for end in range(step, o.rows + step, step):
+        for j in range(n_tok):
+            i, n = load_i64(done + 8 * j), load_i64(lengths + 8 * j)
+            at = ids + j * o.ld_list
+            while i < n and load_i32(at + 4 * i) < end:
+                add_four(o, w2, at + 4 * i, values + j * o.ld_list + 4 * i, x + j * o.ld_src, xb + j * o.ld_srcb,
+                         acc + j * o.ld_dst)  # fmt: skip
+                i += 4
+            store_i64(done + 8 * j, i)
 
-    o.w = 0: the keys are in `keys` already.
-    """
+
+@njit
+def list_neurons(o, t, n_threads, j, own, x, xb):
+    """Token j's list of neurons that are computed, with their activated values. Returns (key rows read, length)."""
+    keys, ids, values = o.aux + j * o.ld_aux, o.aux2 + own + j * o.ld_list, o.dstb + own + j * o.ld_list
     if o.predictor:
-        checked = own_candidates(o, t, n_threads, x, signs, hidden, hiddenb, keys, ids)
+        if o.predictor == SIGNS:
+            sign_scores(o, t, n_threads, x, o.signs + own, keys)
+        checked = own_candidates(o, t, n_threads, keys, ids)
         pad_list(checked, ids, values)
         listed_keys(o, checked, ids, x, xb, values)
         n = checked if o.magnitude or not o.sparse else keep_above(o.threshold, checked, ids, values)
     else:
-        if o.w:
-            own_keys(o, t, n_threads, x, xb, keys)
         n = own_list(o, t, n_threads, keys, ids, values)
         checked = 0
         for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
             checked += min(CHUNK, o.rows - r0)
     activate(o.act, o.threshold, values, values, n)
-    w2 = o.w2
     if o.magnitude:
-        if w2:
+        if o.w2:
             pad_list(n, ids, values)
             listed_up(o, n, ids, x, xb, values)
-            w2 = 0
         n = keep_large(o, n, ids, values)
     pad_list(n, ids, values)
-    add_neurons(o, w2, n, ids, values, x, xb, acc)
     return checked, n
+
+
+@njit
+def sparse_ffn(o, t, n_threads, n_tok, own):
+    """Returns (key rows read, neurons computed), sums over the tokens. own: bytes to this thread's private buffers.
+
+    src, srcb: x; aux: keys, shared (each thread writes its own neurons'), w = 0: they are there already; aux2, dstb:
+    lists of ids and of values, ld_list bytes from one token's to the next; lengths: 2 words per token; dst: accumulators.
+    """
+    x, xb = o.src + own, o.srcb + own
+    if o.predictor == SCORES:
+        own_scores(o, t, n_threads, n_tok, o.hidden + own, o.hiddenb + own)
+    elif o.w and not o.predictor:
+        own_products(o, t, n_threads, n_tok, x, xb)
+    checked, computed = 0, 0
+    for j in range(n_tok):
+        read, n = list_neurons(o, t, n_threads, j, own, x + j * o.ld_src, xb + j * o.ld_srcb)
+        store_i64(o.lengths + own + 8 * j, n)
+        checked += read
+        computed += n
+    add_neurons(o, 0 if o.magnitude else o.w2, n_tok, own, x, xb)
+    return checked, computed
 
 
 @njit

@@ -4,14 +4,15 @@ In: the program (array of OP records, made by program.py), the control words, th
 in place. Next: engine.py, which owns threads and buffers.
 
 Work is split inside an operator by rows, tokens, heads or neurons; a record with sync = 1 is followed by a barrier.
-Small vector work of a single token is repeated by every thread into private memory: 1 us, cheaper than sharing it.
+Small vector work of the few tokens of the token program is repeated by every thread into private memory: 1 us a token,
+cheaper than sharing it.
 """
 
 import numpy as np
 from numba import njit
 
 from hotcold.runtime.kernels.attention import QUERIES, attend, attend_block, store_cache
-from hotcold.runtime.kernels.blocks import matmul, matmul_columns
+from hotcold.runtime.kernels.blocks import few_tokens, matmul, matmul_columns
 from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
 from hotcold.runtime.kernels.formats import BF16, F16, F32, PACK_TOKENS, Q4_0_BYTES, Q8_0, Q8_0_BYTES
 from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec
@@ -31,8 +32,10 @@ OP = np.dtype(
             "rows", "cols", "unit",
             "qt", "w", "stride", "qt2", "w2", "stride2", "qt3", "w3", "stride3", "bias", "bias2",
             "src", "ld_src", "srcb", "ld_srcb", "dst", "ld_dst", "dstb", "ld_dstb", "aux", "aux2",
-            "private", "window", "flag", "act", "sparse", "add", "quant", "relu", "magnitude",
-            "predictor", "qt4", "w4", "stride4", "cols4", "bias4", "hidden", "hiddenb", "signs",
+            "private", "window", "flag", "act", "sparse", "add", "quant", "relu", "magnitude", "few",
+            "ld_aux", "ld_list", "lengths",
+            "predictor", "qt4", "w4", "stride4", "cols4", "bias4", "hidden", "ld_hidden", "hiddenb", "ld_hiddenb",
+            "signs",
         )
     ]  # fmt: skip
     + [(name, np.float32) for name in ("scale", "threshold", "eps", "threshold4")],
@@ -137,7 +140,7 @@ def _attend(o, t, n_threads, n_tok, pos, scratch, scores):
     Work is dealt round-robin: later tokens of a block see more."""
     hd = o.unit
     group = o.rows // o.cols
-    step = 1 if n_tok < PACK_TOKENS else QUERIES
+    step = 1 if o.few or n_tok < PACK_TOKENS else QUERIES
     tiles = (n_tok + step - 1) // step
     for item in range(t, tiles * o.rows, n_threads):
         tok, head = item // o.rows * step, item % o.rows
@@ -168,21 +171,27 @@ def _matmul(o, t, n_threads, first, n_tok, own, scratch, logits):
                 at = dst + first * o.ld_dst + 4 * r
                 store_f32(at, load_f32(at) * o.scale)
         return
+    if o.few:
+        few_tokens(o, r0, r1, n, src + first * o.ld_src, o.ld_src, srcb + first * o.ld_srcb, o.ld_srcb,
+                   dst + first * o.ld_dst, o.ld_dst, scratch)
+        return
     matmul(o, r0, r1, n, src + first * o.ld_src, o.ld_src, srcb + first * o.ld_srcb, o.ld_srcb,
            dst + first * o.ld_dst, o.ld_dst, scratch)
 
 
 @njit
-def _reduce(o, t, n_threads, arena_size):
+def _reduce(o, t, n_threads, n_tok, arena_size):
     """dst += scale * (sum over threads of their accumulators + bias), threads in order."""
     r0, r1 = share(o.cols, 16, t, n_threads)
-    for j in range(r0, r1):
-        s = load_f32(o.src + 4 * j)
-        for k in range(1, n_threads):
-            s += load_f32(o.src + k * arena_size + 4 * j)
-        if o.bias:
-            s += load_f32(o.bias + 4 * j)
-        store_f32(o.dst + 4 * j, load_f32(o.dst + 4 * j) + s * o.scale)
+    for i in range(n_tok):
+        src, dst = o.src + i * o.ld_src, o.dst + i * o.ld_dst
+        for j in range(r0, r1):
+            s = load_f32(src + 4 * j)
+            for k in range(1, n_threads):
+                s += load_f32(src + k * arena_size + 4 * j)
+            if o.bias:
+                s += load_f32(o.bias + 4 * j)
+            store_f32(dst + 4 * j, load_f32(dst + 4 * j) + s * o.scale)
 
 
 @njit
@@ -199,8 +208,8 @@ def _activate(o, t, n_threads, n_tok):
 
 
 @njit
-def _columns(o, t, n_threads, own):
-    """One token's product with a matrix that has one row per input; aux, aux2: private lists."""
+def _columns(o, t, n_threads, n_tok, own):
+    """Product with a matrix that has one row per input; aux, aux2: private lists."""
     c0, c1 = share(o.rows, 64, t, n_threads)
     if o.qt == F32:
         offset = 4 * c0
@@ -208,7 +217,21 @@ def _columns(o, t, n_threads, own):
         offset = 2 * c0
     else:
         offset = c0 // 32 * (Q8_0_BYTES if o.qt == Q8_0 else Q4_0_BYTES)
-    active_columns(o, c0, c1, offset, o.src + own, o.aux + own, o.aux2 + own, o.dst)
+    for i in range(n_tok):
+        active_columns(o, c0, c1, offset, o.src + own + i * o.ld_src, o.aux + own, o.aux2 + own, o.dst + i * o.ld_dst)
+
+
+@njit
+def _hidden(o, n_tok, own):
+    """A predictor's hidden values: every thread's own copy."""
+    for i in range(n_tok):
+        src, dst = o.src + i * o.ld_src, o.dst + own + i * o.ld_dst
+        if o.relu:
+            clamp(src, dst, o.cols)
+        else:
+            copy_row(F32, src, o.cols, ONE, dst)
+        if o.quant:
+            quantize(dst, o.dstb + own + i * o.ld_dstb, o.cols)
 
 
 @njit
@@ -221,8 +244,7 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
         if n_tok > first:
             _matmul(o, t, n_threads, first, n_tok, own, scratch, load_i64(ctl + 8 * A_LOGITS))
     elif o.op == FFN:
-        checked, n = sparse_ffn(o, t, n_threads, o.src + own, o.srcb + own, o.aux, o.aux2 + own, o.dstb + own,
-                                o.hidden + own, o.hiddenb + own, o.signs + own, o.dst + own)  # fmt: skip
+        checked, n = sparse_ffn(o, t, n_threads, n_tok, own)
         at = load_i64(ctl + 8 * A_COUNTS) + 16 * (o.layer * n_threads + t)
         store_i64(at + 8 * CHECKED, load_i64(at + 8 * CHECKED) + checked)
         store_i64(at + 8 * COMPUTED, load_i64(at + 8 * COMPUTED) + n)
@@ -242,21 +264,16 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
     elif o.op == ATTEND:
         _attend(o, t, n_threads, n_tok, pos, scratch, o.srcb + own)
     elif o.op == REDUCE:
-        _reduce(o, t, n_threads, load_i64(ctl + 8 * A_ARENA_SIZE))
+        _reduce(o, t, n_threads, n_tok, load_i64(ctl + 8 * A_ARENA_SIZE))
     elif o.op == ACTIVATE:
         _activate(o, t, n_threads, n_tok)
     elif o.op == DOWN:
         c0, c1 = share(o.cols, FLOAT_ROWS, t, n_threads)
         matmul_columns(o, c0, c1, n_tok, o.src, o.ld_src, o.dst, o.ld_dst, scratch)
     elif o.op == COLUMNS:
-        _columns(o, t, n_threads, own)
-    elif o.op == HIDDEN:  # a predictor's hidden values: every thread's own copy
-        if o.relu:
-            clamp(o.src, o.dst + own, o.cols)
-        else:
-            copy_row(F32, o.src, o.cols, ONE, o.dst + own)
-        if o.quant:
-            quantize(o.dst + own, o.dstb + own, o.cols)
+        _columns(o, t, n_threads, n_tok, own)
+    elif o.op == HIDDEN:
+        _hidden(o, n_tok, own)
     elif o.op == EMBED:
         _embed(o, t, n_threads, n_tok, load_i64(ctl + 8 * A_TOKENS), pos)
 
