@@ -20,7 +20,7 @@ from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.plan import Plan, make_plan
 from hotcold.runtime.program import FEW_TOKENS, KV_TYPES, Buffers, lower
 from hotcold.runtime.rope import rope_table
-from hotcold.runtime.stats import LayerStats, layer_stats
+from hotcold.runtime.stats import LayerStats, OpTime, layer_stats
 from hotcold.runtime.team import Team
 from hotcold.runtime.threads import default_threads
 from hotcold.runtime.weights import Weights, load_weights
@@ -62,6 +62,8 @@ class Engine:
         self._logits = np.zeros((1, config.n_vocab), np.float32)
         self._tables = self._rope_tables()
         self._programs = lower(plan, self._buffers)
+        self._cycles: tuple[np.ndarray, ...] | None = None  # per program: int64 [operators, n_threads]
+        self._calls = [0, 0]
         self._team: Team | None = Team(self._programs, n_threads, notify)
 
     @classmethod
@@ -188,6 +190,7 @@ class Engine:
     def _run(self, block: np.ndarray, rows: np.ndarray, few: bool) -> None:
         """rows: f32 [wanted, n_vocab], contiguous: the logits of the block's last tokens. few: by the token program."""
         self.run_ops(not few, 0, len(self._programs[not few]), block, self.n_past, rows)
+        self._calls[not few] += 1
         self._counted_tokens += few * len(block)
 
     def run_ops(self, many: bool, first: int, end: int, block: np.ndarray, pos: int, rows: np.ndarray) -> None:
@@ -214,6 +217,7 @@ class Engine:
                 walk.A_COS: cos.ctypes.data,
                 walk.A_SIN: sin.ctypes.data,
                 walk.A_ROPE_ROW: cos.strides[0],
+                walk.A_CYCLES: 0 if self._cycles is None else self._cycles[many].ctypes.data,
             }
         )
 
@@ -237,6 +241,22 @@ class Engine:
         """Count neurons from here on."""
         self._counts[:] = 0
         self._counted_tokens = 0
+
+    def time_ops(self, on: bool) -> None:
+        """Take the time of every operator from here on, from 0; or no longer."""
+        self._cycles = tuple(np.zeros((len(p), self.threads), np.int64) for p in self._programs) if on else None
+        self._calls = [0, 0]
+
+    def op_times(self) -> list[OpTime]:
+        """The operators that ran since time_ops(True), in order; empty without it."""
+        if self._cycles is None:
+            return []
+        return [
+            OpTime(op, bool(many), calls, cycles.copy())
+            for many, (ops, calls) in enumerate(zip((self.plan.token, self.plan.block), self._calls, strict=True))
+            for op, cycles in zip(ops, self._cycles[many], strict=True)
+            if calls
+        ]
 
     def close(self) -> None:
         """Stop the threads and close the file. May be called twice, and while another thread is in forward()."""

@@ -287,8 +287,8 @@ class Lowering:
         b, acc = self.buffers, self.area("acc")
         fields = self._from("h") | self._activation(op.layer) | {
             "rows": self.config.n_ff[op.layer], "cols": value.cols, "sparse": self._skips(op.layer),
-            "aux": b.shared["g"].addr, "ld_aux": b.shared["g"].ld, "aux2": b.private["ids"], "dstb": b.private["values"],
-            "ld_list": b.ld_list, "lengths": b.private["lengths"], "private": 1,
+            "aux": b.shared["g"].addr, "ld_aux": b.shared["g"].ld, "aux2": b.private["ids"],
+            "dstb": b.private["values"], "ld_list": b.ld_list, "lengths": b.private["lengths"], "private": 1,
         } | {"dst": acc.addr, "ld_dst": acc.ld}  # fmt: skip
         if key is not None:  # otherwise the keys are in `g`
             fields |= {"qt": key.ggml_type, "w": key.addr, "stride": key.stride}

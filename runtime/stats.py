@@ -1,6 +1,6 @@
-"""What a run of single tokens computed and read, per layer.
+"""What a run of single tokens computed and read, per layer, and what operators took.
 
-In: the engine's counters. Out: LayerStats. Next: generate.py and perplexity.py print them.
+In: the engine's counters. Out: LayerStats, OpTime. Next: generate.py, perplexity.py and bench.py print them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.kernels import walk
-from hotcold.runtime.plan import Plan, predicts
+from hotcold.runtime.plan import Op, Plan, predicts
 from hotcold.runtime.weights import Weights, by_column
 
 
@@ -33,6 +33,16 @@ class LayerStats:
     def bytes_share(self) -> float:
         """FFN bytes read per token as a share of dense, over all layers."""
         return float(self.bytes_read.sum() / self.bytes_dense.sum())
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """What one operator of a program has taken so far. Waiting for the others is not part of it."""
+
+    op: Op
+    many: bool  # of the program for blocks; otherwise of the one for single tokens
+    calls: int
+    cycles: np.ndarray  # int64 [n_threads], sums over the calls, of a counter that runs at a fixed rate
 
 
 def layer_stats(config: ModelConfig, weights: Weights, plan: Plan, counts: np.ndarray, tokens: int) -> LayerStats:

@@ -102,3 +102,21 @@ def test_what_verify_refuses(tmp_path: Path) -> None:
         with pytest.raises(HotcoldError, match="context is full"):
             engine.verify(TOKENS[:3])
         assert engine.n_past == 8
+
+
+def test_every_operator_is_timed_when_asked(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", Spec(**SPECS["relu"]))
+    with Engine.open(path, threads=2) as engine:
+        engine.forward([1])
+        assert engine.op_times() == []
+        engine.time_ops(True)
+        engine.forward([1])
+        engine.verify([1, 2])
+        engine.forward(TOKENS[:9])
+        times = engine.op_times()
+        assert [t.op for t in times] == [*engine.plan.token, *engine.plan.block]
+        assert [t.calls for t in times] == [2] * len(engine.plan.token) + [1] * len(engine.plan.block)
+        matmuls = [t for t in times if t.op.kind == "matmul"]
+        assert all(t.cycles.shape == (2,) and (t.cycles > 0).all() for t in matmuls)
+        engine.time_ops(False)
+        assert engine.op_times() == []

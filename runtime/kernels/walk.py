@@ -16,7 +16,15 @@ from hotcold.runtime.kernels.blocks import few_tokens, matmul, matmul_columns
 from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
 from hotcold.runtime.kernels.formats import BF16, F16, F32, PACK_TOKENS, Q4_0_BYTES, Q8_0, Q8_0_BYTES
 from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec
-from hotcold.runtime.kernels.simd import load_f32, load_i64, store_f32, store_i64
+from hotcold.runtime.kernels.simd import (
+    flush_denormals,
+    load_f32,
+    load_i64,
+    read_cycles,
+    restore_denormals,
+    store_f32,
+    store_i64,
+)
 from hotcold.runtime.kernels.sync import atomic_load, atomic_store, atomic_swap, barrier, pause
 from hotcold.runtime.kernels.tiles import FLOAT_ROWS
 from hotcold.runtime.kernels.vector import activate, clamp, drop_small, gate, layer_norm, quantize, rms_norm, rotate
@@ -50,8 +58,8 @@ GO, ARRIVED, RELEASED, ABORT, FINISHED = (8 * i for i in range(5))  # GO and FIN
 # Arguments of a run, written before GO is raised.
 (
     A_PROGRAM, A_TOKENS, A_N_TOK, A_POS, A_FIRST_OUT, A_LOGITS, A_COUNTS, A_ARENA, A_ARENA_SIZE, A_COS, A_SIN,
-    A_ROPE_ROW, A_FIRST_OP, A_END_OP,
-) = range(40, 54)  # fmt: skip
+    A_ROPE_ROW, A_FIRST_OP, A_END_OP, A_CYCLES,
+) = range(40, 55)  # fmt: skip
 OWN = 56  # one line per thread from here: parked flag, last run seen, barriers passed
 OWN_PARKED, OWN_SEEN, OWN_PHASE = 0, 1, 2
 
@@ -286,9 +294,14 @@ def _run(program, t, n_threads, ctl):
     pos = load_i64(ctl + 8 * A_POS)
     first_out = load_i64(ctl + 8 * A_FIRST_OUT)
     end = load_i64(ctl + 8 * A_END_OP)
+    cycles = load_i64(ctl + 8 * A_CYCLES)
     for i in range(load_i64(ctl + 8 * A_FIRST_OP), end):
         o = program[i]
+        began = read_cycles() if cycles else 0
         _step(o, t, n_threads, n_tok, pos, first_out, ctl)
+        if cycles:
+            at = cycles + 8 * (i * n_threads + t)
+            store_i64(at, load_i64(at) + read_cycles() - began)
         if o.sync or i == end - 1:  # the last one ends the run
             phase = load_i64(phase_word) + 1
             store_i64(phase_word, phase)
@@ -322,7 +335,9 @@ def serve(token_program, block_program, t, n_threads, ctl):
         store_i64(own + 8 * OWN_SEEN, seen + 1)
         if load_i64(ctl + 8 * A_N_TOK) == EXIT:
             return -1
+        state = flush_denormals()  # arithmetic with them is a hundred times slower
         _run(token_program if load_i64(ctl + 8 * A_PROGRAM) == 0 else block_program, t, n_threads, ctl)
+        restore_denormals(state)
         if t == 0:
             atomic_store(ctl + 8 * FINISHED, seen + 1)
             return 1
