@@ -19,6 +19,16 @@ def count(text: str) -> int:
     return _from(text, 1)
 
 
+def wholes(text: str) -> list[int]:
+    """Whole numbers with commas between them."""
+    return [whole(part) for part in text.split(",")]
+
+
+def counts(text: str) -> list[int]:
+    """The same, each 1 or more."""
+    return [count(part) for part in text.split(",")]
+
+
 def fraction(text: str) -> float:
     """A number between 0 and 1, both excluded."""
     if not re.fullmatch(r"[0-9]{0,9}\.?[0-9]{1,18}", text) or not 0 < float(text) < 1:

@@ -115,6 +115,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         ("run", "MODEL", "continue a text, or answer one prompt", _add_run),
         ("chat", "MODEL", "have a conversation", _add_chat),
         ("inspect", "FILE", "print what a GGUF file holds", _add_inspect),
+        ("bench", "MODEL [MODEL ...]", "measure how fast models run", "runtime.bench"),
         ("perplexity", "MODEL", "measure how well a model predicts a text", "runtime.perplexity"),
         ("report", "MODEL", "draw what is known of a model's neurons", "placement.report"),
         ("doctor", "[MODEL]", "measure this machine and say what hotcold does on it", "placement.doctor"),

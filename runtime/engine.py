@@ -237,6 +237,11 @@ class Engine:
         """What the single tokens since reset_stats() computed and read."""
         return layer_stats(self.config, self.weights, self.plan, self._counts.sum(axis=1), self._counted_tokens)
 
+    @property
+    def cache_token_bytes(self) -> int:
+        """Bytes of keys and values that the cache holds per token and layer."""
+        return 2 * self.config.n_head_kv * self._buffers.cache_row
+
     def reset_stats(self) -> None:
         """Count neurons from here on."""
         self._counts[:] = 0
