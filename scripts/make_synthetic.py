@@ -1,236 +1,159 @@
-"""Write a stock GGUF of real size with random weights: for speed, where no checkpoint is at hand.
+"""Write a GGUF of real size with random weights: for speed, where no checkpoint is at hand.
 
-In: a shape's name and a type. Out: a GGUF that stock llama.cpp loads. Next: `hotcold convert`, then
-compare_llama_cpp.py.
+In: a shape's name and a type. Out: a GGUF. Next: compare_llama_cpp.py, `hotcold bench`.
 
-    python scripts/make_synthetic.py --shape llama-1.3b --type q8_0 -o synthetic-1.3b.Q8_0.gguf
+    python scripts/make_synthetic.py --shape llama-1.3b --type q8_0 -o dense-1.3b.gguf
+    python scripts/make_synthetic.py --shape llama-1.3b --type q8_0 --sparsity 0.9 --predictor lowrank \\
+        -o relu-1.3b.gguf --stock relu-1.3b.stock.gguf
 
-Rows are drawn from a pool of random quantized rows, so writing runs at the speed of the disk. Weights are scaled so
-that activations keep their size through the layers. With `--activation relu` the file says so in the key
-`hotcold.ffn.activation`; random gates are then off half of the time. The text such a model writes means nothing.
+Without --sparsity it is a stock file (SiLU for llama shapes), which hotcold and llama.cpp run. With it, it is a
+neuron-split file whose neurons really are off that often, in every layer and for any tokens; some neurons are hot and
+others cold (--skew). --stock writes the same weights for llama.cpp. The text such a model writes means nothing.
+synthetic/planted.py says how it is done.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
-import os
-import shutil
-import string
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import numpy as np
-from gguf import GGMLQuantizationType as Type
+from synthetic.lowrank import check_rank
+from synthetic.model import Assembly, predictor_share, twin_factors
+from synthetic.planted import Plan, hottest_for, make_plan
+from synthetic.shapes import ORDERS, SHAPES, TYPES, PredictorRecipe, Recipe, Shape
+
+from hotcold.convert.writer import write_target
+from hotcold.placement.predictor import Quality
+from hotcold.runtime import schema
+from hotcold.runtime.engine import Engine
+from hotcold.runtime.errors import HotcoldError
+
+ACTIVATIONS = ("silu", *schema.SPARSE_ACTIVATIONS)
+SMALL = ("q4_0", "q4_k")  # types whose predictors are q4_0
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a llama model: layers, width, neurons per layer, query and key/value heads."""
+def make(recipe: Recipe, out: Path, stock: Path | None = None) -> list[Quality]:
+    """Write the model, and its stock twin; returns what its predictors find, per layer. Raises HotcoldError.
 
-    n_layer: int
-    n_embd: int
-    n_ff: int
-    n_head: int
-    n_head_kv: int
-    n_vocab: int = 32000
-    n_ctx: int = 4096
-
-
-SHAPES = {
-    "llama-tiny": Shape(n_layer=2, n_embd=256, n_ff=704, n_head=4, n_head_kv=2),
-    "llama-160m": Shape(n_layer=12, n_embd=768, n_ff=2048, n_head=12, n_head_kv=12),
-    "llama-1.3b": Shape(n_layer=24, n_embd=2048, n_ff=5632, n_head=32, n_head_kv=32),
-    "llama-7b": Shape(n_layer=32, n_embd=4096, n_ff=11008, n_head=32, n_head_kv=32),
-}
-TYPES = {"f16": Type.F16, "q8_0": Type.Q8_0, "q4_0": Type.Q4_0}
-FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7}  # general.file_type, as llama.cpp numbers them
-POOL_ROWS = 1024
-CHUNK_BYTES = 64 << 20
+    A recipe without sparsity makes a stock file only.
+    """
+    plan = make_plan(recipe)
+    k = twin_factors(recipe) if stock else 0
+    assembly = Assembly(recipe, plan, split=recipe.sparsity is not None)
+    _write(assembly, out)
+    if stock:
+        _write(Assembly(recipe, plan, split=False, k=k), stock)
+    return [quality for _, quality in assembly.found]
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor to write: `std` 0 is a vector of ones (a norm), anything else a matrix of that standard deviation."""
-
-    name: str
-    rows: int
-    cols: int
-    std: float
+def _write(assembly: Assembly, out: Path) -> None:
+    start = time.monotonic()
+    size = write_target(assembly.target(), out, lambda name, n_bytes: None, lambda: None, replace=True)
+    print(f"{out}: {size / 1e9:.2f} GB in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def tensors(shape: Shape) -> Iterator[Tensor]:
-    """All tensors of a llama model in file order."""
-    d, ff = shape.n_embd, shape.n_ff
-    kv = d // shape.n_head * shape.n_head_kv
-    keep = 1 / math.sqrt(d)  # an output as large as the input
-    residual = 1 / math.sqrt(2 * shape.n_layer)  # 2 n_layer additions grow the residual to about 1.4
-    yield Tensor("token_embd.weight", shape.n_vocab, d, 1.0)
-    for layer in range(shape.n_layer):
-        prefix = f"blk.{layer}."
-        yield Tensor(prefix + "attn_norm.weight", 1, d, 0.0)
-        yield Tensor(prefix + "attn_q.weight", d, d, keep)
-        yield Tensor(prefix + "attn_k.weight", kv, d, keep)
-        yield Tensor(prefix + "attn_v.weight", kv, d, keep)
-        yield Tensor(prefix + "attn_output.weight", d, d, keep * residual)
-        yield Tensor(prefix + "ffn_norm.weight", 1, d, 0.0)
-        yield Tensor(prefix + "ffn_gate.weight", ff, d, keep)
-        yield Tensor(prefix + "ffn_up.weight", ff, d, keep)
-        yield Tensor(prefix + "ffn_down.weight", d, ff, 2 * residual / math.sqrt(ff))
-    yield Tensor("output_norm.weight", 1, d, 0.0)
-    yield Tensor("output.weight", shape.n_vocab, d, keep)
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Raises HotcoldError for options that do not go together."""
+    shape: Shape = SHAPES[args.shape]
+    changes = {"n_layer": args.layers, "n_ff": args.n_ff, "n_ctx": args.n_ctx}
+    shape = replace(shape, **{name: value for name, value in changes.items() if value is not None})
+    for option, value in (("--layers", shape.n_layer), ("--n-ff", shape.n_ff), ("--n-ctx", shape.n_ctx)):
+        if value < 1:
+            raise HotcoldError(f"{option} {value}: must be 1 or more")
+    activation = args.activation or (shape.stock_activation if args.sparsity is None else shape.activation)
+    if args.sparsity is None and (args.predictor or args.stock):
+        raise HotcoldError("--predictor and --stock need --sparsity: without it the file is a stock file")
+    if args.sparsity is not None and activation not in schema.SPARSE_ACTIVATIONS:
+        raise HotcoldError(f"--sparsity with --activation {activation}: its neurons are never off")
+    if activation != shape.activation and not shape.gated:
+        raise HotcoldError(f"--activation {activation}: {args.shape} computes {shape.activation}")
+    if activation == "fatrelu" and not shape.threshold:
+        shape = replace(shape, threshold=0.01)
+    predictor = None
+    if args.predictor:
+        kind = TYPES[args.predictor_type or ("q4_0" if args.type in SMALL else "q8_0")]
+        predictor = PredictorRecipe(args.rank, kind, args.noise, args.recall)
+        check_rank(predictor, shape.n_embd)
+    name = f"synthetic {args.shape} {activation}" + (f" {args.sparsity:g}" if args.sparsity is not None else "")
+    return Recipe(name, shape, TYPES[args.type], args.seed, activation, args.sparsity, args.skew, args.order, predictor)
 
 
-class RowPool:
-    """Random rows, quantized once per (columns, standard deviation) and then drawn in random order."""
-
-    def __init__(self, kind: Type, seed: int) -> None:
-        self.kind = kind
-        self.rng = np.random.default_rng(seed)
-        self.rows: dict[tuple[int, float], np.ndarray] = {}
-
-    def draw(self, count: int, cols: int, std: float) -> np.ndarray:
-        """uint8 [count, row_bytes]."""
-        pool = self.rows.get((cols, std))
-        if pool is None:
-            values = self.rng.standard_normal((POOL_ROWS, cols), dtype=np.float32) * np.float32(std)
-            pool = gguf.quants.quantize(values, self.kind).view(np.uint8).reshape(POOL_ROWS, -1)
-            self.rows[cols, std] = pool
-        return pool[self.rng.integers(0, POOL_ROWS, count)]
+def describe(recipe: Recipe, plan: Plan, found: list[Quality]) -> None:
+    """What was planted, and what the predictors find of it."""
+    if plan.probability is not None:
+        hot = hottest_for(plan.probability, 0.8)
+        print(f"planted: {1 - plan.probability.mean():.1%} of the neurons are off; the hottest {hot:.1%} of them make "
+              "80 % of the activations")  # fmt: skip
+    if recipe.activation == "fatrelu":
+        print(f"a stock twin computes ReLU: neurons with keys from 0 to {recipe.threshold:g} are on there")
+    if found:
+        mean = {name: np.mean([getattr(q, name) for q in found]) for name in ("recall", "precision", "density")}
+        print(f"predictor: recall {mean['recall']:.4f} (lowest of a layer {min(q.recall for q in found):.4f}), density "
+              f"{mean['density']:.1%}, precision {mean['precision']:.2f}, {predictor_share(recipe):.2%} of the FFN's "
+              "bytes")  # fmt: skip
 
 
-def vocabulary(size: int) -> tuple[list[bytes], list[float], list[int]]:
-    """A sentencepiece vocabulary: control tokens, the 256 bytes, characters, then letter combinations."""
-    tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
-    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL] + [gguf.TokenType.BYTE] * 256
-    letters = string.ascii_lowercase
-    pieces = itertools.chain(
-        ["▁"],
-        string.ascii_letters + string.digits + string.punctuation,
-        (start + "".join(p) for n in (1, 2, 3) for start in ("▁", "") for p in itertools.product(letters, repeat=n)),
-    )
-    unique = list(dict.fromkeys(itertools.islice(pieces, 2 * size)))[: size - len(tokens)]
-    if len(tokens) + len(unique) != size:
-        raise ValueError(f"no vocabulary of {size} tokens: the most is {len(tokens) + len(unique)}")
-    scores = [0.0] * len(tokens) + [-float(rank) for rank in range(len(unique))]
-    kinds += [gguf.TokenType.NORMAL] * len(unique)
-    return [token.encode() for token in tokens + unique], scores, [int(kind) for kind in kinds]
+def check(path: Path, n_tokens: int, recipe: Recipe) -> None:
+    """Run random tokens, and print what really fires and what predictors find of it."""
+    ids = np.random.default_rng(1).integers(3, recipe.shape.n_vocab, n_tokens)
+    computed = {}
+    for mode in ("exact", "predict") if recipe.predictor else ("exact",):
+        with Engine.open(path, sparsity=mode, n_ctx=max(16, n_tokens)) as engine:
+            for token in ids:
+                engine.forward([token], logits="none")
+            computed[mode] = engine.layer_stats().computed
+    off = 1 - computed["exact"]
+    print(f"measured with {n_tokens} random tokens: {off.mean():.1%} off, layers {off.min():.1%} to {off.max():.1%}")
+    if recipe.predictor:
+        share = computed["predict"] / computed["exact"]
+        print(f"predict computes {share.mean():.2%} of the neurons that exact computes, layers {share.min():.2%} up")
 
 
-def add_metadata(writer: gguf.GGUFWriter, shape: Shape, name: str, kind: str, activation: str) -> None:
-    """Everything llama.cpp asks of a llama model besides tensors."""
-    tokens, scores, kinds = vocabulary(shape.n_vocab)
-    writer.add_name(name)
-    writer.add_file_type(FILE_TYPES[kind])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_context_length(shape.n_ctx)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_block_count(shape.n_layer)
-    writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(shape.n_head_kv)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(shape.n_embd // shape.n_head)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(shape.n_vocab)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(kinds)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    if activation != "silu":
-        writer.add_string("hotcold.ffn.activation", activation)
-
-
-def row_bytes(cols: int, kind: Type) -> int:
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    if cols % block:
-        raise ValueError(f"{cols} columns are not a multiple of {kind.name}'s block of {block}")
-    return cols // block * size
-
-
-def write_tensors(file, shape: Shape, pool: RowPool, alignment: int) -> None:
-    """The data section: every tensor padded to the alignment, at most CHUNK_BYTES in memory."""
-    for tensor in tensors(shape):
-        if tensor.std == 0:
-            data = np.ones(tensor.cols, np.float32)
-            file.write(data.tobytes())
-            written = data.nbytes
-        else:
-            width = row_bytes(tensor.cols, pool.kind)
-            step = max(1, CHUNK_BYTES // width)
-            for start in range(0, tensor.rows, step):
-                file.write(pool.draw(min(step, tensor.rows - start), tensor.cols, tensor.std).tobytes())
-            written = tensor.rows * width
-        file.write(bytes(-written % alignment))
-
-
-def make(out: Path, shape: Shape, name: str, kind: str, activation: str, seed: int) -> int:
-    """Write the file through a temporary name. Returns its size in bytes. Raises OSError, ValueError."""
-    quantized = TYPES[kind]
-    writer = gguf.GGUFWriter(None, "llama")
-    add_metadata(writer, shape, name, kind, activation)
-    total = 0
-    for tensor in tensors(shape):
-        if tensor.std == 0:
-            n_bytes = tensor.cols * 4
-            writer.add_tensor_info(tensor.name, (tensor.cols,), np.dtype(np.float32), n_bytes)
-        else:
-            n_bytes = tensor.rows * row_bytes(tensor.cols, quantized)
-            # A quantized tensor is announced by its bytes; the writer turns them back into elements.
-            size = (tensor.rows, row_bytes(tensor.cols, quantized)) if kind != "f16" else (tensor.rows, tensor.cols)
-            dtype = np.dtype(np.uint8 if kind != "f16" else np.float16)
-            writer.add_tensor_info(tensor.name, size, dtype, n_bytes, quantized)
-        total += n_bytes
-    free = shutil.disk_usage(out.parent).free
-    if free < total * 1.01:
-        raise OSError(f"{out.parent} has {free / 1e9:.1f} GB free, {total / 1e9:.1f} GB are needed")
-    part = out.with_name(out.name + ".part")
-    try:
-        writer.write_header_to_file(part)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        writer.close()
-        with open(part, "r+b") as file:
-            file.seek(0, os.SEEK_END)
-            file.write(bytes(-file.tell() % writer.data_alignment))
-            write_tensors(file, shape, RowPool(quantized, seed), writer.data_alignment)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, out)
-    finally:
-        part.unlink(missing_ok=True)
-    return out.stat().st_size
-
-
-def main() -> int:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Write a stock GGUF of real size with random weights.",
+        description="Write a GGUF of real size with random weights and planted sparsity.",
         epilog="shapes: " + "; ".join(
             f"{name} {s.n_layer} layers, width {s.n_embd}, {s.n_ff} neurons, {s.n_head}/{s.n_head_kv} heads"
             for name, s in SHAPES.items()
         ),
     )  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--type", choices=TYPES, required=True, help="of all matrices; norms are F32")
-    parser.add_argument("--activation", choices=["silu", "relu"], default="silu")
+    parser.add_argument("--type", choices=TYPES, required=True, help="of all matrices; norms and biases are F32")
+    parser.add_argument("--activation", choices=ACTIVATIONS, help="of llama shapes, in place of the usual one")
+    parser.add_argument("--sparsity", type=float, help="share of neurons that are off; writes our layout")
+    parser.add_argument("--skew", type=float, default=0.7,
+                        help="a neuron of rank i fires in proportion to i^-SKEW (default 0.7; 0: all alike)")
+    parser.add_argument("--order", choices=ORDERS, default=ORDERS[0], help="of the neurons in the file")
+    parser.add_argument("--predictor", choices=["lowrank"], help="make keys of low rank and write a predictor of them")
+    parser.add_argument("--rank", type=int, default=128)
+    parser.add_argument("--predictor-type", choices=TYPES, help="default: q4_0 for 4-bit types, else q8_0")
+    parser.add_argument("--noise", type=float, default=0.1, help="of a key row, relative to its part of low rank")
+    parser.add_argument("--recall", type=float, default=0.995, help="wanted of the predictor (default 0.995)")
+    parser.add_argument("--layers", type=int, help="in place of the shape's")
+    parser.add_argument("--n-ff", type=int, help="neurons per layer, in place of the shape's")
+    parser.add_argument("--n-ctx", type=int, help="context length, in place of the shape's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--out", type=Path, required=True)
-    args = parser.parse_args()
-    name = f"synthetic {args.shape} {args.activation}"
+    parser.add_argument("--stock", metavar="FILE", type=Path, help="also the same weights as llama.cpp lays them out")
+    parser.add_argument("--check", metavar="N", type=int, help="then run N random tokens and print what fires")
+    return parser
+
+
+def main() -> int:
+    args = arguments().parse_args()
     try:
-        size = make(args.out, SHAPES[args.shape], name, args.type, args.activation, args.seed)
-    except (OSError, ValueError) as error:
+        recipe = recipe_of(args)
+        found = make(recipe, args.out, args.stock)
+        describe(recipe, make_plan(recipe), found)
+        if args.check and recipe.sparsity is not None:
+            check(args.out, args.check, recipe)
+    except (OSError, HotcoldError) as error:
         print(f"make_synthetic: {error}", file=sys.stderr)
         return 1
-    print(f"{args.out}: {size / 1e9:.2f} GB, {name}, {args.type}, seed {args.seed}")
     return 0
 
 

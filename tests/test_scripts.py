@@ -12,21 +12,15 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
-from hotcold.runtime.engine import Engine
-from hotcold.runtime.gguf_file import open_gguf
-from hotcold.runtime.tokenizer import Tokenizer
-
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the scripts import each other by plain names
 
 import fetch_demo_model  # noqa: E402
-import make_synthetic  # noqa: E402
 from comparison import bursts  # noqa: E402
 from comparison.bursts import Burst, run_burst  # noqa: E402
 from comparison.quality import differences  # noqa: E402
@@ -45,43 +39,6 @@ def synthetic(tmp_path_factory) -> Path:
     done = script("make_synthetic.py", "--shape", "llama-tiny", "--type", "q8_0", "--activation", "relu", "-o", out)
     assert done.returncode == 0, done.stderr
     return out
-
-
-# --- make_synthetic.py
-
-
-def test_synthetic_model_has_its_shape_and_runs(synthetic):
-    shape = make_synthetic.SHAPES["llama-tiny"]
-    with open_gguf(synthetic) as file:
-        assert file.tensors["blk.1.ffn_down.weight"].shape == (shape.n_embd, shape.n_ff)
-        assert file.tensors["blk.0.attn_k.weight"].shape == (shape.n_embd // 2, shape.n_embd)
-        assert file.metadata["hotcold.ffn.activation"] == "relu"
-    with Engine.open(synthetic, threads=1, n_ctx=16) as engine:
-        logits = engine.forward([1, 300, 500, 7], logits="all")
-    assert np.isfinite(logits).all()
-    assert 0.1 < logits.std() < 10, "activations neither vanish nor explode"
-
-
-def test_synthetic_vocabulary_spells_any_text(synthetic):
-    tokenizer = Tokenizer.from_gguf(synthetic)
-    text = "words, Ünïcode and 42 numbers"
-    assert tokenizer.decode(tokenizer.encode(text, add_special=False)).strip() == text
-
-
-def test_synthetic_model_is_the_same_for_the_same_seed(tmp_path):
-    shape = make_synthetic.SHAPES["llama-tiny"]
-    digests = []
-    for seed in (1, 1, 2):
-        make_synthetic.make(tmp_path / "x.gguf", shape, "x", "q4_0", "silu", seed)
-        digests.append(hashlib.sha256((tmp_path / "x.gguf").read_bytes()).hexdigest())
-    assert digests[0] == digests[1] != digests[2]
-
-
-def test_synthetic_model_that_does_not_fit_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(make_synthetic.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match="0.0 GB free"):
-        make_synthetic.make(tmp_path / "x.gguf", make_synthetic.SHAPES["llama-tiny"], "x", "f16", "silu", 0)
-    assert not list(tmp_path.iterdir())
 
 
 # --- fetch_demo_model.py
