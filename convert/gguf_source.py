@@ -24,6 +24,8 @@ OWN_KEYS = ("general.architecture", "general.alignment", "general.file_type", "g
             "split.no", "split.count", "split.tensors.count")
 # What profiling and training added: about neurons in this file's order, for this runtime only.
 PROFILED = (schema.FFN_NEURON_COUNT, *schema.PRED_TENSORS)
+# Facts about the model itself, whatever the layout.
+KEPT_KEYS = (schema.KEY_RELUFY_RANK, schema.KEY_RELUFY_TOKENS, schema.KEY_RELUFY_ERROR, schema.KEY_RELU_AS_SILU)
 HARMLESS_TENSORS = ("attn_rot_embd.weight",)  # frequencies that old converters stored beside freq_base
 # Keys behind the architecture's name that change nothing here: bookkeeping, and what only counts beside another key
 # (config.py asks for those only where they count).
@@ -170,10 +172,10 @@ def _unsplit(f: GGUFFile, tensors: dict[str, LazyTensor], n_layer: int, gated: b
 
 
 def _metadata(f: GGUFFile, report: Report) -> Metadata:
-    """Copy of all keys but the ones written anew; types stay as they are."""
+    """Copy of all keys but the ones written anew and those about the file's own layout; types stay as they are."""
     meta: Metadata = {}
     for key in f.metadata:
-        if key in OWN_KEYS or key.startswith("hotcold."):
+        if key in OWN_KEYS or key.startswith("hotcold.") and key not in KEPT_KEYS:
             continue
         value = copied_value(f, key)
         if value is None:

@@ -16,8 +16,7 @@ from hotcold.runtime import schema
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.ffn_config import STOCK_ACTIVATIONS
 
-KEY_RELU_AS_SILU = "hotcold.relu_as_silu"  # u32 K: the weights carry the factors below
-MAX_K = 14                                 # 2^15 times any weight of 2 would not fit F16
+MAX_K = 14  # 2^15 times any weight of 2 would not fit F16
 
 
 def to_stock(model: StockModel, outtype: str, relu_as_silu: int | None, report: Report) -> Target:
@@ -75,7 +74,7 @@ def _activation_metadata(model: StockModel, k: int | None, report: Report) -> Me
     """What stock keys cannot say, and a warning where stock llama.cpp would compute something else."""
     if k is not None:
         report.note(f"gate x 2^{k}, up x 2^-{k // 2}, down x 2^-{k - k // 2}: SiLU then acts as ReLU")
-        return {KEY_RELU_AS_SILU: u32(k)}
+        return {schema.KEY_RELU_AS_SILU: u32(k)}
     if model.arch == "opt":
         report.note("warning: stock llama.cpp has no opt architecture: hotcold reads this file, llama.cpp does not")
     metadata: Metadata = {}

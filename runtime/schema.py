@@ -58,6 +58,8 @@ KEY_RELUFY_RANK = "hotcold.relufy.rank"        # u32: always-on neurons added pe
 KEY_RELUFY_TOKENS = "hotcold.relufy.tokens"    # u64: tokens it was fitted on
 KEY_RELUFY_ERROR = "hotcold.relufy.error"      # f32[n_layer]: relative squared error after the fit
 
+KEY_RELU_AS_SILU = "hotcold.relu_as_silu"  # u32 K: a stock file whose weights carry factors that make SiLU act as ReLU
+
 # Neurons of these fire only where the key (gate, or up when not gated) exceeds the layer's threshold.
 SPARSE_ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu")
 DENSE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
