@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import gguf
 import numpy as np
 
+from hotcold.convert.parallel import by_rows
 from hotcold.runtime.gguf_file import dequantize
 from hotcold.runtime.kernels import formats
 
@@ -70,6 +71,9 @@ def to_float32(raw: np.ndarray, qtype: QType) -> np.ndarray:
     if qtype in (QType.F64, QType.F32):
         with np.errstate(over="ignore"):  # float64 that becomes infinite is refused by cast()
             return raw.astype(np.float32, copy=False)
+    if raw.ndim == 2 and qtype not in FLOAT_TYPES:
+        block, size = gguf.GGML_QUANT_SIZES[qtype]
+        return by_rows(lambda rows: dequantize(rows, qtype), raw, raw.shape[1] // size * block, np.float32)
     return dequantize(raw, qtype)
 
 
