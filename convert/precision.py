@@ -7,19 +7,30 @@ Next: outtype.py, which chooses the types.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import gguf
 import numpy as np
 
 from hotcold.convert.lazy import LazyTensor, QType, to_float32
+from hotcold.convert.parallel import by_rows
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.kernels import formats
 
 F16_MAX = 65504.0
 F16_MAGNITUDE, F16_INFINITY, F16_MIN_NORMAL = np.uint16(0x7FFF), 0x7C00, 0x0400  # bits
 BF16_INFINITY = 0x7F80
-# The largest magnitude whose block scale still fits F16.
-BLOCK_MAX = {QType.Q8_0: 127 * F16_MAX, QType.Q4_0: 8 * F16_MAX}
+# Block types that can be written -> the largest magnitude whose block scales still fit F16.
+BLOCK_MAX = {
+    QType.Q8_0: 127 * F16_MAX, QType.Q4_0: 8 * F16_MAX, QType.Q4_1: F16_MAX, QType.Q5_0: 16 * F16_MAX,
+    QType.Q5_1: F16_MAX, QType.Q4_K: 63 * F16_MAX,
+}
+# Where in a block its F16 scales lie, in bytes; of all block types the runtime computes with.
+SCALES = {
+    QType.Q8_0: (0,), QType.Q4_0: (0,), QType.Q5_0: (0,), QType.Q4_1: (0, 2), QType.Q5_1: (0, 2), QType.Q4_K: (0, 2),
+    QType.Q5_K: (0, 2), QType.Q6_K: (208,),
+}
 
 
 @dataclass
@@ -78,7 +89,7 @@ def cast(t: LazyTensor, qtype: QType, report: Report, measure: bool = False) -> 
             return gguf.quants.quantize(x, qtype).view(np.uint16)
         if not (np.abs(x).max(initial=0.0) <= BLOCK_MAX[qtype]):  # also false for NaN
             _refuse(t, qtype)
-        packed = gguf.quants.quantize(x, qtype)
+        packed = quantize(x, qtype)
         if measure:
             sums = report.requantized.setdefault(t.name, [0.0, 0.0])
             sums[0] += float(np.sum((to_float32(packed, qtype) - x) ** 2, dtype=np.float64))
@@ -86,6 +97,19 @@ def cast(t: LazyTensor, qtype: QType, report: Report, measure: bool = False) -> 
         return packed
 
     return replace(t, qtype=qtype, read=read, read_columns=None)
+
+
+def quantize(x: np.ndarray, qtype: QType) -> np.ndarray:
+    """float32 [n, columns] -> uint8 [n, row bytes] of a type of BLOCK_MAX, on all cores; values must fit it."""
+    if qtype == QType.Q4_K:
+        from hotcold.convert import q4k  # compiled code: only for those who need it
+
+        rows: Callable[[np.ndarray], np.ndarray] = q4k.quantize
+    else:
+        def rows(part: np.ndarray) -> np.ndarray:
+            return gguf.quants.quantize(part, qtype)
+
+    return by_rows(rows, x, formats.row_bytes(qtype, x.shape[-1]), np.uint8)
 
 
 def _to_f16(x: np.ndarray, t: LazyTensor, report: Report) -> np.ndarray:
@@ -139,8 +163,8 @@ def count_not_finite(raw: np.ndarray, qtype: QType) -> int:
     if qtype in (QType.F16, QType.BF16):
         exponent = F16_INFINITY if qtype == QType.F16 else BF16_INFINITY
         return int(np.count_nonzero(data.view(np.uint16) & F16_MAGNITUDE >= exponent))
-    if qtype in BLOCK_MAX:
+    if qtype in SCALES:
         blocks = data.reshape(-1, gguf.GGML_QUANT_SIZES[qtype][1])
-        scales = np.ascontiguousarray(blocks[:, :2]).view(np.uint16)
-        return int(np.count_nonzero(scales & F16_MAGNITUDE >= F16_INFINITY))
+        return sum(int(np.count_nonzero(np.ascontiguousarray(blocks[:, i:i + 2]).view(np.uint16) & F16_MAGNITUDE
+                                        >= F16_INFINITY)) for i in SCALES[qtype])
     return 0

@@ -23,7 +23,7 @@ import psutil
 
 from hotcold.convert.lazy import LazyTensor
 from hotcold.convert.model import Metadata
-from hotcold.convert.precision import BLOCK_MAX, count_not_finite
+from hotcold.convert.precision import SCALES, count_not_finite
 from hotcold.convert.target import Target
 from hotcold.runtime.atomic import MARGIN, publish
 from hotcold.runtime.config import ModelConfig
@@ -169,7 +169,7 @@ def _write_tensor(file: BinaryIO, t: LazyTensor, progress: Callable[[str, int], 
         raw = np.ascontiguousarray(t.read(a, b))
         broken = count_not_finite(raw, t.qtype)
         if broken:
-            raise HotcoldError(f"tensor {t.name}: {broken} {'scales' if t.qtype in BLOCK_MAX else 'values'} in rows "
+            raise HotcoldError(f"tensor {t.name}: {broken} {'scales' if t.qtype in SCALES else 'values'} in rows "
                                f"{a} to {b - 1} are NaN or infinite: the source is damaged")
         file.write(raw.reshape(-1).view(np.uint8).data)
         written += raw.nbytes

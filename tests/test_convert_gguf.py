@@ -17,6 +17,7 @@ from conftest import convert_error, run_convert
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import dequantize, open_gguf
+from hotcold.runtime.kernels import formats
 from hotcold.runtime.weights import load_weights
 
 Get = Callable[..., Path]
@@ -120,7 +121,7 @@ def test_auto_keeps_native_types_and_requantizes_the_rest(
     run_convert(src, "-o", tmp_path / "o.gguf")
     err = capsys.readouterr().err
     with open_gguf(src) as a, open_gguf(tmp_path / "o.gguf") as b:
-        native = qtype in (Q.Q8_0, Q.Q4_0)
+        native = qtype in formats.NATIVE
         assert a.tensors["blk.0.ffn_down.weight"].ggml_type == Q.F32  # rows of 1000 do not divide into blocks
         for name in ("token_embd.weight", "blk.1.attn_q.weight", "blk.2.ffn_gate.weight"):
             if native:
