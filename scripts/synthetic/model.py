@@ -17,7 +17,6 @@ from gguf import GGUFValueType as V
 
 from hotcold.convert.lazy import LazyTensor, QType, from_array, interleaved
 from hotcold.convert.model import Metadata, MetaValue, array, f32, string, u32
-from hotcold.convert.stock import KEY_RELU_AS_SILU
 from hotcold.convert.target import Target
 from hotcold.placement import predictor as predictors
 from hotcold.placement.predictor import Predictor, Quality
@@ -235,7 +234,7 @@ class Assembly:
     def _stock_metadata(self) -> Metadata:
         r = self.recipe
         if self.k:
-            return {KEY_RELU_AS_SILU: u32(self.k)}
+            return {schema.KEY_RELU_AS_SILU: u32(self.k)}
         return {} if r.activation == r.shape.stock_activation else {schema.KEY_ACTIVATION: string(r.activation)}
 
     def _split_metadata(self) -> Metadata:
