@@ -38,6 +38,17 @@ if [ ! -d "$folder/source" ]; then
     rm -f "$folder"/llama_cpp_python-"$version".tar.gz
 fi
 
+# GCC before 12.4 and 13.3 (its bug 114098) forgets what a tile configuration holds, so that llama.cpp's kernels for AMX
+# die of an illegal instruction. One line makes the compiler keep it; nothing else of the sources is touched.
+tiles=$folder/source/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp
+mended='__asm__ volatile("" : : "r"(&tc) : "memory");'
+if [ -f "$tiles" ] && grep -q '^ *_tile_loadconfig(&tc);' "$tiles" && ! grep -qF "$mended" "$tiles"; then
+    sed -i.stock 's|^ *_tile_loadconfig(&tc);|    __asm__ volatile("" : : "r"(\&tc) : "memory");  // GCC bug 114098\n&|' "$tiles"
+fi
+if [ -f "$tiles" ] && grep -qF "$mended" "$tiles"; then
+    echo "one line added to ggml-cpu/amx/mmq.cpp against GCC bug 114098 (AMX)" >"$folder/changes.txt"
+fi
+
 say "configuring: Release, CPU only, this machine's instructions ${*:+and $*}"
 cmake ${generator[@]+"${generator[@]}"} -S "$folder/source/vendor/llama.cpp" -B "$folder/build" \
     -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF \
@@ -50,3 +61,5 @@ ln -sfn build/bin "$folder/bin"
 ln -sfn source/llama_cpp "$folder/llama_cpp"
 say "done: $folder/bin"
 "$folder/bin/llama-bench" --version 2>&1 | head -2 >&2 || true
+say "built with: $(grep -E '^(CMAKE_BUILD_TYPE|CMAKE_CXX_FLAGS(_RELEASE)?):|^GGML_(NATIVE|OPENMP|LLAMAFILE|CPU_REPACK|AVX2|AVX512|FMA|F16C):.*=ON' \
+    "$folder/build/CMakeCache.txt" | sed 's/:[A-Z]*=/=/' | paste -sd' ' -)"

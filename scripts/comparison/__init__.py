@@ -1,1 +1,1 @@
-"""The parts of compare_llama_cpp.py: twins -> speed, quality -> report; bursts measures a process."""
+"""The parts of compare_llama_cpp.py: twins -> speed, quality -> rows -> report, plot; bursts measures a process."""

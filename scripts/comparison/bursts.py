@@ -12,10 +12,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from hotcold.placement.machine import describe_machine
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,51 @@ class Burst:
     peak_rss_mb: float
     others: float
     load_before: float  # load average over a minute
+    track: list[tuple[float, float]] = field(default_factory=list, repr=False)  # (seconds since start, CPU seconds)
+
+    def cores(self, begin: float, end: float) -> float | None:
+        """Mean number of cores this process kept busy in a span of its run; None if it is too short to tell."""
+        inside = [point for point in self.track if begin <= point[0] <= end]
+        if len(inside) < 3:
+            return None
+        (t0, cpu0), (t1, cpu1) = inside[0], inside[-1]
+        return (cpu1 - cpu0) / (t1 - t0)
+
+
+TRACK_S = 0.05  # between two looks at a burst's CPU time
+
+
+def peak_rss(process: psutil.Process) -> int:
+    """Bytes. What wait4 tells includes the memory that the process had as a copy of ours, before it was another."""
+    try:
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    return int(process.memory_info().rss)
+
+
+class Tracker(threading.Thread):
+    """Writes down a process's CPU time and memory while it runs, for programs that do not tell them."""
+
+    def __init__(self, pid: int, start: float) -> None:
+        super().__init__(daemon=True)
+        self.process, self.start_time = psutil.Process(pid), start
+        self.points: list[tuple[float, float]] = []
+        self.peak_rss = 0  # bytes
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while True:
+            try:
+                times = self.process.cpu_times()
+                self.peak_rss = max(self.peak_rss, peak_rss(self.process))
+            except psutil.Error:  # it has ended
+                return
+            self.points.append((time.perf_counter() - self.start_time, times.user + times.system))
+            if self.done.wait(TRACK_S):
+                return
 
 
 def busy_seconds() -> float:
@@ -62,6 +109,8 @@ def run_burst(command: list[str], extra_env: dict[str, str] | None = None, timeo
         )
         killer = threading.Timer(timeout, process.kill)
         killer.start()
+        tracker = Tracker(process.pid, start)
+        tracker.start()
         try:
             _, status, usage = os.wait4(process.pid, 0)  # Popen.wait would not tell its CPU time
         except KeyboardInterrupt:
@@ -69,13 +118,13 @@ def run_burst(command: list[str], extra_env: dict[str, str] | None = None, timeo
             raise
         finally:
             killer.cancel()
+            tracker.done.set()
         process.returncode = os.waitstatus_to_exitcode(status)
         wall = time.perf_counter() - start
         cpu = usage.ru_utime + usage.ru_stime
         others = max(0.0, busy_seconds() - busy - cpu) / wall
         out.seek(0)
         err.seek(0)
-        rss_unit = 1 if platform.system() == "Darwin" else 1024
         return Burst(
             command=shown,
             status=process.returncode,
@@ -83,29 +132,25 @@ def run_burst(command: list[str], extra_env: dict[str, str] | None = None, timeo
             errors="\n".join(err.read().decode(errors="replace").strip().splitlines()[-5:]),
             wall_s=wall,
             cpu_s=cpu,
-            peak_rss_mb=usage.ru_maxrss * rss_unit / 1e6,
+            peak_rss_mb=tracker.peak_rss / 1e6,
             others=others,
             load_before=load,
+            track=tracker.points,
         )
 
 
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def machine_facts() -> dict[str, str]:
-    """Processor, cores, memory, system: what a reader needs to place the figures."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Processor, instruction sets that matter, cores, memory, system: what a reader needs to place the figures."""
+    machine = describe_machine()
     return {
-        "CPU": cpu_name(),
-        "cores": f"{usable} usable of {os.cpu_count()}",
+        "CPU": machine.cpu,
+        "instruction sets": ", ".join(machine.features) or "none that the kernels use",
+        "cores": f"{machine.allowed} usable of {os.cpu_count()}",
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "load average": " ".join(f"{x:.2f}" for x in os.getloadavg()),
+        "load average": load_average(),
     }
+
+
+def load_average() -> str:
+    return " ".join(f"{x:.2f}" for x in os.getloadavg())

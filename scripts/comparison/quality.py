@@ -5,8 +5,8 @@ In: Settings, Twins. Out: rows for the report. Next: report.py.
 
 from __future__ import annotations
 
+import math
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from comparison.bursts import run_burst
-from comparison.settings import FOLDER, STOCK, Settings, say
+from comparison.settings import STOCK, Settings, say
 from comparison.twins import Twins
 from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.tokenizer import Tokenizer
@@ -50,6 +50,12 @@ def differences(ours: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     }
 
 
+def perplexity(logits: np.ndarray, ids: np.ndarray) -> float:
+    """exp of the mean of -log p over all tokens but the first, each from those before it."""
+    log_p = log_softmax(logits[:-1].astype(np.float64))
+    return math.exp(min(700.0, -float(log_p[np.arange(len(ids) - 1), ids[1:]].mean())))
+
+
 class LogitsSource:
     """Starts the processes that compute logits of one list of ids."""
 
@@ -69,11 +75,10 @@ class LogitsSource:
 
     def stock(self, label: str, lib: Path, *options: str) -> np.ndarray | None:
         """float32 [n, n_vocab] of llama.cpp, None if it fails."""
-        bindings = self.settings.llama_bindings
-        program = [sys.executable, str(FOLDER / "stock_logits.py"), str(self.twins.stock)]
         arrays = [str(self.folder / "ids.npy"), str(self.folder / "out.npy")]
-        places = ["--lib", str(lib), *(["--bindings", str(bindings)] if bindings else [])]
-        logits, output = self._run(label, [*program, *arrays, *places, "--threads", str(self.threads), *options])
+        command = self.settings.stock_worker("logits", str(self.twins.stock), *arrays, *options, threads=self.threads,
+                                             lib=lib)  # fmt: skip
+        logits, output = self._run(label, command)
         if logits is not None:
             self.builds[label] = " ".join(re.findall(r"(\w+) = 1\b", output))  # CPU features it was built with
         return logits
@@ -81,30 +86,32 @@ class LogitsSource:
     def ours(self, mode: str, model: Path) -> np.ndarray | None:
         """float32 [n, n_vocab] of hotcold, None if it fails."""
         arrays = [str(self.folder / "ids.npy"), str(self.folder / "out.npy")]
-        command = self.settings.our_worker("logits", str(model), *arrays, threads=self.threads, mode=mode)
+        command = self.settings.our_logits(str(model), *arrays, threads=self.threads, mode=mode)
         return self._run(f"hotcold {mode} on {model.name}", command)[0]
 
 
 def compare_quality(settings: Settings, twins: Twins) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """(one row per comparison with llama.cpp's logits of one batch, what the builds of llama.cpp say of themselves)."""
-    assert settings.llama_lib is not None
+    """(one row for each who computed logits, what the builds of llama.cpp say of themselves).
+
+    Differences are those from llama.cpp's logits of one batch; without them only perplexities are told.
+    """
+    lib = settings.llama_lib if twins.stock else None
     with tempfile.TemporaryDirectory() as folder:
         source = LogitsSource(settings, twins, Path(folder))
-        reference = source.stock(STOCK, settings.llama_lib)
-        if reference is None:
-            return [], {}
-        candidates = {f"hotcold {mode}": source.ours(mode, twins.ours) for mode in settings.modes}
-        if not twins.scaled:
-            candidates["hotcold dense, on llama.cpp's file"] = source.ours("dense", twins.stock)
-        steps = f"{STOCK}, one token at a time"
-        candidates[steps] = source.stock(steps, settings.llama_lib, "--step")
-        if settings.baseline_lib:
-            other = f"{STOCK}, the other build"
-            candidates[other] = source.stock(other, settings.baseline_lib)
-        source.builds.pop(steps, None)  # the same build
-        rows = [
-            {"who": who, "tokens": len(source.ids), **differences(logits, reference)}
-            for who, logits in candidates.items()
-            if logits is not None
-        ]
+        reference = source.stock(STOCK, lib) if lib else None
+        found = {STOCK: reference} | {f"hotcold {mode}": source.ours(mode, twins.ours) for mode in settings.modes}
+        if lib and reference is not None:
+            if not twins.scaled and twins.stock and twins.stock != twins.ours:
+                found["hotcold dense, on llama.cpp's file"] = source.ours("dense", twins.stock)
+            steps = f"{STOCK}, one token at a time"
+            found[steps] = source.stock(steps, lib, "--step")
+            source.builds.pop(steps, None)  # the same build
+            if settings.baseline_lib:
+                other = f"{STOCK}, the other build"
+                found[other] = source.stock(other, settings.baseline_lib)
+        rows = []
+        for who, logits in found.items():
+            if logits is not None:
+                row = {"who": who, "tokens": len(source.ids), "perplexity": perplexity(logits, source.ids)}
+                rows.append(row | (differences(logits, reference) if reference is not None and who != STOCK else {}))
         return rows, source.builds

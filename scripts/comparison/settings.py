@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+HOTCOLD = [sys.executable, "-m", "hotcold.runtime.cli"]  # the command of this very Python, installed or not
 STOCK = "llama.cpp"  # its label in tables
+NO_REPACK = "llama.cpp, no repack"  # the same with weights left as they lie in the file
+REPACK = {"on": (STOCK,), "off": (NO_REPACK,), "both": (STOCK, NO_REPACK)}
 
 
 def say(line: str) -> None:
@@ -28,10 +31,15 @@ class Settings:
     llama_bindings: Path | None = None  # folder with llama-cpp-python's llama_cpp; None: installed
     baseline_lib: Path | None = None  # folder with another build's libllama
     threads: Sequence[int] = (1,)
-    prompt_tokens: int = 256
-    gen_tokens: int = 64
+    prompt_tokens: int = 256  # 0: no prompt
+    gen_tokens: int = 64  # 0: no generation
+    depth: int = 0  # tokens in the context before either
+    kv_type: str = "f16"
+    repack: str = "both"  # of REPACK
     reps: int = 5  # clean rounds wanted; 0: no speed
     modes: Sequence[str] = ("dense",)
+    our_options: Sequence[str] = ()  # of `hotcold bench`: --no-mmap, --mlock
+    bandwidth: bool = True  # measure plain reads between the rounds
     quality_tokens: int = 512  # 0: no quality
     text: Path | None = FOLDER / "text.txt"  # None: random ids
     noise: float = 0.15  # cores others may use during a clean burst
@@ -39,7 +47,34 @@ class Settings:
     timeout: float = 900.0  # seconds for one burst
     notes: list[str] = field(default_factory=list)
 
-    def our_worker(self, command: str, *arguments: str, threads: int, mode: str) -> list[str]:
-        """Command line of our side: `bench` or `logits`, see engine_worker.py."""
-        worker = [sys.executable, str(FOLDER / "engine_worker.py"), command, *arguments]
-        return [*worker, "-t", str(threads), "--sparsity", mode]
+    @property
+    def tests(self) -> list[str]:
+        """As llama-bench calls them: pp256, tg64, tg64@d1024."""
+        sizes = (("pp", self.prompt_tokens), ("tg", self.gen_tokens))
+        return [test_name(kind, n, self.depth) for kind, n in sizes if n]
+
+    @property
+    def token_options(self) -> list[str]:
+        """Both programs call them the same."""
+        return ["-p", str(self.prompt_tokens), "-n", str(self.gen_tokens), "-d", str(self.depth)]
+
+    def our_bench(self, model: Path, options: list[str], threads: int, mode: str) -> list[str]:
+        """Command line of `hotcold bench` for one repetition."""
+        command = [*HOTCOLD, "bench", str(model), *options, *self.our_options]
+        engine = ["-t", str(threads), "--sparsity", mode, "--kv-type", self.kv_type]
+        return [*command, *engine, "-r", "1", "--no-bandwidth", "-o", "jsonl"]
+
+    def our_logits(self, *arguments: str, threads: int, mode: str) -> list[str]:
+        """Command line of engine_logits.py."""
+        worker = [sys.executable, str(FOLDER / "engine_logits.py"), *arguments]
+        return [*worker, "-t", str(threads), "--sparsity", mode, "--kv-type", self.kv_type]
+
+    def stock_worker(self, command: str, *arguments: str, threads: int, lib: Path) -> list[str]:
+        """Command line of llama.cpp through its library: `bench` or `logits`, see stock_worker.py."""
+        worker = [sys.executable, str(FOLDER / "stock_worker.py"), command, *arguments, "--lib", str(lib)]
+        bindings = ["--bindings", str(self.llama_bindings)] if self.llama_bindings else []
+        return [*worker, *bindings, "-t", str(threads)]
+
+
+def test_name(kind: str, tokens: int, depth: int) -> str:
+    return f"{kind}{tokens}" + (f"@d{depth}" if depth else "")

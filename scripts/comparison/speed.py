@@ -1,19 +1,24 @@
 """Prompt and generation speed: everybody takes turns in short bursts, disturbed bursts do not count.
 
-In: Settings, Twins. Out: rows for the report, and every round. Next: report.py.
+In: Settings, Twins. Out: every round. Next: rows.py, which sums them up.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
+import subprocess
 from dataclasses import dataclass, field
 from typing import Any
 
 from comparison.bursts import Burst, run_burst, wait_for_quiet
-from comparison.settings import STOCK, Settings, say
+from comparison.settings import NO_REPACK, REPACK, STOCK, Settings, say, test_name
 from comparison.twins import Twins
+from hotcold.runtime.bandwidth import ReadTest, last_level_cache
 from hotcold.runtime.errors import HotcoldError
+
+Player = tuple[list[str], dict[str, str]]  # command, environment
+STOCK_NAMES = (STOCK, NO_REPACK)
+BIND = {"OMP_PROC_BIND": "true"}  # threads of llama.cpp stay where they are
 
 
 @dataclass
@@ -22,64 +27,109 @@ class Round:
 
     bursts: dict[str, Burst] = field(default_factory=dict)
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
+    lines: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)  # label -> test -> all that was told
+    bandwidth: float | None = None  # bytes per second of a plain read by as many threads, after the bursts
 
 
-def stock_command(settings: Settings, twins: Twins, threads: int) -> list[str]:
-    program = [str(settings.llama_bench), "-m", str(twins.stock), *token_options(settings), "-t", str(threads)]
-    return [*program, "-r", "1", "-ngl", "0", "-o", "jsonl"]
+@dataclass
+class Session:
+    """All rounds with one number of threads, and how long each needs until its first token."""
+
+    threads: int
+    rounds: list[Round] = field(default_factory=list)
+    start_s: dict[str, float] = field(default_factory=dict)  # label -> seconds of a process that computes one token
+
+    def clean(self, noise: float, *names: str) -> list[Round]:
+        """The rounds in which all of these ran undisturbed."""
+        return [this for this in self.rounds if clean(this, noise, *names)]
 
 
-def our_command(settings: Settings, twins: Twins, threads: int, mode: str) -> list[str]:
-    return settings.our_worker("bench", str(twins.ours), *token_options(settings), threads=threads, mode=mode)
+def clean(this: Round, noise: float, *names: str) -> bool:
+    """Did these and llama.cpp, if it takes part, all run undisturbed?"""
+    bursts = [burst for name, burst in this.bursts.items() if name in names or name in STOCK_NAMES]
+    return all(burst.status == 0 and burst.others <= noise for burst in bursts)
 
 
-def token_options(settings: Settings) -> list[str]:
-    """Both programs call them the same."""
-    return ["-p", str(settings.prompt_tokens), "-n", str(settings.gen_tokens)]
+def stock_player(settings: Settings, twins: Twins, threads: int, label: str, options: list[str]) -> Player:
+    """llama-bench, or the library where only that is there."""
+    model = str(twins.stock)
+    repack = ["--repack", str(int(label == STOCK))]
+    if settings.llama_bench is None:
+        assert settings.llama_lib is not None
+        options = [*options, "--kv-type", settings.kv_type, *repack]
+        return settings.stock_worker("bench", model, *options, threads=threads, lib=settings.llama_lib), BIND
+    program = [str(settings.llama_bench), "-m", model, *options, "-t", str(threads), "-r", "1", "-ngl", "0"]
+    types = ["-ctk", settings.kv_type, "-ctv", settings.kv_type] if settings.kv_type != "f16" else []
+    return [*program, *types, *(repack if has_repack(settings) else []), "-o", "jsonl"], BIND
 
 
-def parse_bench(output: str) -> tuple[dict[str, float], dict[str, Any]]:
-    """jsonl of llama-bench or engine_worker -> ({"pp256": tok/s, …}, the last line with everything)."""
-    speeds, last = {}, {}
-    for line in output.splitlines():
-        if line.startswith("{"):
-            last = json.loads(line)
-            test = f"pp{last['n_prompt']}" if last["n_prompt"] else f"tg{last['n_gen']}"
-            speeds[test] = last["samples_ts"][0]
-    return speeds, last
+def has_repack(settings: Settings) -> bool:
+    """Whether this llama.cpp lets weights lie as they are; older ones do not."""
+    if settings.llama_bench is None:
+        return True
+    try:
+        done = subprocess.run([settings.llama_bench, "--help"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "--repack" in done.stdout + done.stderr
 
 
-def ready_players(settings: Settings, twins: Twins, threads: int) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Label -> (command, environment) of everybody who can run. Raises HotcoldError if one of ours cannot.
+def our_player(settings: Settings, twins: Twins, threads: int, mode: str, options: list[str]) -> Player:
+    return settings.our_bench(twins.ours, options, threads, mode), {}
 
-    The first run is outside the measurement: kernels compile once per machine, and the files come into memory.
-    """
-    players: dict[str, tuple[list[str], dict[str, str]]] = {}
-    if settings.llama_bench:
-        players[STOCK] = (stock_command(settings, twins, threads), {"OMP_PROC_BIND": "true"})
-    for mode in settings.modes:
-        players[mode] = (our_command(settings, twins, threads, mode), {})
-    for name, (command, env) in list(players.items()):
-        first = run_burst(command, env, timeout=settings.timeout)
-        if first.status == 0:
+
+def parse_bench(output: str) -> dict[str, dict[str, Any]]:
+    """jsonl of a bench -> {"pp256": line, …}. Lines that are no such JSON are skipped."""
+    lines = {}
+    for text in output.splitlines():
+        try:
+            line = json.loads(text) if text.startswith("{") else {}
+            kind, n = ("pp", line["n_prompt"]) if line["n_prompt"] else ("tg", line["n_gen"])
+            line["samples_ts"][0]
+        except (ValueError, LookupError, TypeError):
             continue
-        failure = f"{name} with {threads} threads failed ({first.errors or first.status}): {first.command}"
-        if name != STOCK:
-            raise HotcoldError(failure)
-        say(failure)
-        settings.notes.append(f"llama-bench failed, so only our speed was measured. {failure}")
-        del players[STOCK]
+        lines[test_name(kind, n, line.get("n_depth", 0))] = line
+    return lines
+
+
+def ready_players(settings: Settings, twins: Twins, session: Session) -> dict[str, Player]:
+    """Label -> command of everybody who can run. Raises HotcoldError if one of ours cannot.
+
+    The first run is outside the measurement: kernels compile once per machine, and the files come into memory. The
+    second one computes a single token: how long a process takes until then.
+    """
+    makers: dict[str, Any] = {mode: our_player for mode in settings.modes}
+    if twins.stock and (settings.llama_bench or settings.llama_lib):
+        names = REPACK[settings.repack] if has_repack(settings) else (STOCK,)
+        makers = {**{name: stock_player for name in names}, **makers}
+    players: dict[str, Player] = {}
+    for name, maker in makers.items():
+        command, env = maker(settings, twins, session.threads, name, settings.token_options)
+        first = run_burst(command, env, timeout=settings.timeout)
+        missing = [test for test in settings.tests if test not in parse_bench(first.output)]
+        if first.status or missing:
+            why = first.errors or (f"status {first.status}" if first.status else f"no line for {', '.join(missing)}")
+            failure = f"{name} with {session.threads} threads failed ({why}): {first.command}"
+            if name not in STOCK_NAMES:
+                raise HotcoldError(failure)
+            say(failure)
+            settings.notes.append(f"A run of llama.cpp failed and is left out. {failure}")
+            continue
+        players[name] = (command, env)
+        one_token = ["-p", "0", "-n", "1", "-d", "0", "--no-warmup"]
+        start, env = maker(settings, twins, session.threads, name, one_token)
+        session.start_s[name] = run_burst(start, env, timeout=settings.timeout).wall_s
     return players
 
 
-def compare_speed(settings: Settings, twins: Twins, threads: int) -> tuple[list[Round], dict[str, Any]]:
+def compare_speed(settings: Settings, twins: Twins, threads: int) -> Session:
     """Rounds of bursts until every mode has `reps` clean ones, or three times as many rounds have passed."""
-    players = ready_players(settings, twins, threads)
-    rounds: list[Round] = []
-    seen: dict[str, Any] = {}
-    while len(rounds) < 3 * settings.reps and clean_everywhere(rounds, settings) < settings.reps:
+    session = Session(threads)
+    players = ready_players(settings, twins, session)
+    memory = ReadTest(last_level_cache()) if settings.bandwidth else None
+    while len(session.rounds) < 3 * settings.reps and fewest_clean(session, settings) < settings.reps:
         this = Round()
-        names = list(players) if len(rounds) % 2 == 0 else list(players)[::-1]
+        names = list(players) if len(session.rounds) % 2 == 0 else list(players)[::-1]
         for name in names:
             wait_for_quiet(settings.noise, settings.wait)
             command, env = players[name]
@@ -87,41 +137,19 @@ def compare_speed(settings: Settings, twins: Twins, threads: int) -> tuple[list[
             this.bursts[name] = burst
             if burst.status:
                 say(f"{name}: ended with status {burst.status}: {burst.errors}")
-            this.speeds[name], line = parse_bench(burst.output) if burst.status == 0 else ({}, {})
-            seen[name] = line or seen.get(name, {})
+            this.lines[name] = parse_bench(burst.output) if burst.status == 0 else {}
+            this.speeds[name] = {test: line["samples_ts"][0] for test, line in this.lines[name].items()}
             flag = "  (others were busy)" if burst.others > settings.noise else ""
             figures = "  ".join(f"{test} {speed:.2f}" for test, speed in this.speeds[name].items())
-            say(f"{threads} threads  round {len(rounds) + 1}  {name:10} {figures}  others {burst.others:.2f}{flag}")
-        rounds.append(this)
-    return rounds, seen
+            turn = f"{threads} threads  round {len(session.rounds) + 1}"
+            say(f"{turn}  {name:20} {figures}  others {burst.others:.2f}{flag}")
+        if memory:
+            wait_for_quiet(settings.noise, settings.wait)
+            this.bandwidth = memory.measure(threads)
+        session.rounds.append(this)
+    return session
 
 
-def clean(this: Round, mode: str, noise: float) -> bool:
-    """Did this mode and llama.cpp, if it takes part, both run undisturbed?"""
-    bursts = [burst for name, burst in this.bursts.items() if name in (mode, STOCK)]
-    return all(burst.status == 0 and burst.others <= noise for burst in bursts)
-
-
-def clean_everywhere(rounds: list[Round], settings: Settings) -> int:
+def fewest_clean(session: Session, settings: Settings) -> int:
     """The smallest number of clean rounds that a mode has."""
-    return min(sum(clean(this, mode, settings.noise) for this in rounds) for mode in settings.modes)
-
-
-def speed_rows(rounds: list[Round], seen: dict[str, Any], threads: int, settings: Settings) -> list[dict]:
-    """One row per test and mode: medians over the clean rounds."""
-    rows = []
-    sizes = {"pp": settings.prompt_tokens, "tg": settings.gen_tokens}
-    for test in [f"{kind}{n}" for kind, n in sizes.items() if n]:
-        for mode in settings.modes:
-            good = [r.speeds for r in rounds if clean(r, mode, settings.noise)]
-            ours = [s[mode][test] for s in good]
-            stock = [s[STOCK][test] for s in good if STOCK in s]
-            ratios = [s[mode][test] / s[STOCK][test] for s in good if STOCK in s]
-            share = seen.get(mode, {}).get("share_computed")
-            rows.append({
-                "threads": threads, "test": test, "mode": mode, "ours": ours, "stock": stock, "ratio": ratios,
-                "ratio_median": statistics.median(ratios) if ratios else None,
-                "share_computed": share if test.startswith("tg") else None,
-                "clean": f"{len(good)}/{len(rounds)}",
-            })  # fmt: skip
-    return rows
+    return min(len(session.clean(settings.noise, mode)) for mode in settings.modes)

@@ -10,11 +10,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparison.settings import say
+from comparison.settings import HOTCOLD, say
+from hotcold.placement.doctor import model_reads
+from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.plan import choose_sparsity
 from hotcold.runtime.schema import KEY_ACTIVATION, KEY_VERSION
 
+KV_BYTES = {"f32": 4, "f16": 2, "q8_0": 34 / 32}  # of one value
 RELU_AS_SILU = 10  # gate * 2^10: SiLU becomes ReLU to within a few 1e-4 in F16
 
 
@@ -23,7 +27,7 @@ class Twins:
     """The two files that are compared, and what a reader must know of how they came about."""
 
     ours: Path
-    stock: Path
+    stock: Path | None  # None: there is no such file, `notes` says why
     scaled: bool  # llama.cpp's file holds other numbers: gates scaled so that SiLU comes close to ReLU
     notes: tuple[str, ...]
 
@@ -32,39 +36,87 @@ def convert(source: Path, out: Path, *options: str) -> None:
     """`hotcold convert`, skipped when `out` is newer than `source`. Raises HotcoldError."""
     if out.exists() and out.stat().st_mtime > source.stat().st_mtime:
         return
-    hotcold = Path(sys.executable).with_name("hotcold")
-    command = [str(hotcold), "convert", str(source), *options, "--force", "-o", str(out)]
-    say("making the twin: " + " ".join(command))
-    if subprocess.run(command, stdout=sys.stderr).returncode:
-        raise HotcoldError(f"{out}: hotcold convert failed, see above")
+    command = ["convert", str(source), *options, "--force", "-o", str(out)]
+    say("making the twin: hotcold " + " ".join(command))
+    done = subprocess.run([*HOTCOLD, *command], stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise HotcoldError(f"{out}: hotcold convert failed: {lines[-1] if lines else done.returncode}")
 
 
-def make_twins(model: Path, stock: Path | None, folder: Path) -> Twins:
+def dense_bytes(path: Path, kv_type: str, context: float) -> float | None:
+    """Bytes that a token reads when all neurons are computed: weights, and the KV cache of `context` tokens.
+
+    None where the file is not understood.
+    """
+    try:
+        with open_gguf(path) as file:
+            config = ModelConfig.from_gguf(file)
+            weights = model_reads(file, config).dense
+    except HotcoldError:
+        return None
+    values = 2 * config.n_layer * config.n_head_kv * config.head_dim
+    return weights + values * KV_BYTES[kv_type] * context
+
+
+def possible_modes(path: Path, modes: list[str]) -> tuple[list[str], list[str]]:
+    """(the modes this file can run in, a line for each one it cannot). Raises HotcoldError if it can in none."""
+    able, notes = [], []
+    with open_gguf(path) as file:
+        config = ModelConfig.from_gguf(file)
+    for mode in modes:
+        try:
+            choose_sparsity(config, mode)
+            able.append(mode)
+        except HotcoldError as error:
+            notes.append(f"Mode {mode} was left out: {error}")
+    if not able:
+        raise HotcoldError(f"{path}: " + "; ".join(notes))
+    return able, notes
+
+
+def runs_as_it_is(path: Path) -> bool:
+    """Whether we compute this file without converting it: a stock layout of types that have kernels."""
+    with open_gguf(path) as file:
+        return bool(model_reads(file, ModelConfig.from_gguf(file)).mode)
+
+
+def make_twins(model: Path, stock: Path | None, folder: Path, as_is: bool | None, modes: list[str]) -> Twins:
     """Both forms of `model`, in `folder` if they must be made; `stock` names llama.cpp's file if it is there already.
 
-    A ReLU model that stock llama.cpp would run as SiLU gets its gates scaled. Raises HotcoldError.
+    as_is: a stock file is run by us without converting it; None: if only dense is asked for and it can be. A ReLU model
+    that stock llama.cpp would run as SiLU gets its gates scaled. Raises HotcoldError if there is nothing for us to run.
     """
     with open_gguf(model) as file:
         split = KEY_VERSION in file.metadata
         relu = file.get(KEY_ACTIVATION) == "relu" and file.get("general.architecture") == "llama"
     notes = []
+    if as_is is None:
+        as_is = list(modes) == ["dense"] and not split and not relu and runs_as_it_is(model)
     ours = model
-    if not split:
+    if not split and not as_is:
         ours = folder / f"{model.stem}.hotcold.gguf"
         convert(model, ours)
+    scaled = relu and stock is None
     if stock is None:
-        stock = model
-        if relu:
-            stock = folder / f"{model.stem}.relu-as-silu.gguf"
-            convert(ours, stock, "--to-stock", "--relu-as-silu", str(RELU_AS_SILU))
-        elif split:
-            stock = folder / f"{model.stem}.stock.gguf"
-            convert(ours, stock, "--to-stock")
-    if relu:
+        try:
+            stock = model
+            if relu:
+                stock = folder / f"{model.stem}.relu-as-silu.gguf"
+                convert(ours, stock, "--to-stock", "--relu-as-silu", str(RELU_AS_SILU))
+            elif split:
+                stock = folder / f"{model.stem}.stock.gguf"
+                convert(ours, stock, "--to-stock")
+        except HotcoldError as error:
+            return Twins(ours, None, False, (f"There is no file for llama.cpp, so only ours was measured: {error}",))
+    if scaled:
         notes.append(f"llama.cpp has no ReLU for this architecture: its file is `{stock.name}`, gates scaled so that "
                      "SiLU comes close to ReLU.")  # fmt: skip
-    notes.append(
-        "Quantized down matrices have their blocks along the other axis in the neuron-split file, so part of its "
-        "difference in quality is that step; F16 has none of it, nor has the row that runs on llama.cpp's own file."
-    )
-    return Twins(ours, stock, relu, tuple(notes))
+    if ours == stock:
+        notes.append("Both run the same file as it is.")
+    else:
+        notes.append("Quantized down matrices have their blocks along the other axis in the neuron-split file, so part "
+                     "of its difference in quality is that step; F16 has none of it, nor has a row that runs on "
+                     "llama.cpp's own file.")  # fmt: skip
+    return Twins(ours, stock, scaled, tuple(notes))
