@@ -24,6 +24,7 @@ from hotcold.runtime.chat import ChatTemplate
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.generate import GenerationStats, Session, StopFilter
+from hotcold.runtime.lookup import draft_limit
 from hotcold.runtime.sampling import Sampler, SamplingOptions, SamplingParams
 from hotcold.runtime.tokenizer import Tokenizer
 
@@ -126,6 +127,7 @@ class Model:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         parse_special: bool = False,
+        lookup: bool | int = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
         """Continue a text; yields pieces of whole characters as they become certain.
@@ -133,9 +135,10 @@ class Model:
         A prompt given as text is encoded with the model's own beginning-of-sequence token, and special tokens in it
         are plain text unless parse_special. Token ids are taken as they are. The text ends before the first of the
         `stop` strings, after max_tokens (None: no limit), when the context is full, or, unless ignore_eos, where the
-        model ends it. sampling: temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n and seed, with the
-        meaning and the defaults of SamplingParams. Raises HotcoldError at once for arguments out of range, and when
-        iterated for a prompt that does not fit the context.
+        model ends it. lookup: draft from what the text said before, True or at most so many tokens; faster where the
+        text repeats itself or its prompt, and never another text (lookup.py). sampling: temperature, top_k, top_p,
+        min_p, repeat_penalty, repeat_last_n and seed, with the meaning and the defaults of SamplingParams. Raises
+        HotcoldError at once for arguments out of range, and when iterated for a prompt that does not fit the context.
         """
         _ = self.session  # closed?
         params = SamplingParams(**sampling)
@@ -143,7 +146,7 @@ class Model:
             tokens = self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
         else:
             tokens = _token_list(prompt)
-        return self._generate(tokens, params, max_tokens, stop, ignore_eos=ignore_eos)
+        return self._generate(tokens, params, max_tokens, stop, ignore_eos=ignore_eos, lookup=lookup)
 
     def chat(
         self,
@@ -151,6 +154,7 @@ class Model:
         max_tokens: int | None = None,
         *,
         stop: str | Sequence[str] = (),
+        lookup: bool | int = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
         """The assistant's next message, in pieces. messages: [{"role": "user", "content": "..."}, ...].
@@ -159,7 +163,7 @@ class Model:
         new since the last call is evaluated. Other arguments and errors as in generate.
         """
         params = SamplingParams(**sampling)
-        return self._generate(self.encode_chat(messages), params, max_tokens, stop, continues=False)
+        return self._generate(self.encode_chat(messages), params, max_tokens, stop, continues=False, lookup=lookup)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer. messages: as for chat.
@@ -178,10 +182,12 @@ class Model:
         *,
         ignore_eos: bool = False,
         continues: bool = True,
+        lookup: bool | int = False,
     ) -> Iterator[str]:
         if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer))):
             raise HotcoldError(f"max_tokens must be a whole number or None, got {max_tokens!r}")
         StopFilter([stop] if isinstance(stop, str) else stop)  # complain now, not at the first piece
+        draft_limit(lookup)
         stats = self.stats = GenerationStats()  # a local name: another thread may put its own there at any moment
         _ = self.tokenizer  # complain now, too, if there is none
         pieces = self.session.generate(
@@ -191,6 +197,7 @@ class Model:
             stop=stop,
             ignore_eog=ignore_eos,
             continues=continues,
+            lookup=lookup,
             stats=stats,
         )
         return self._while_open(pieces)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hotcold.runtime.arguments import add_memory_options
 from hotcold.runtime.console import complain, discard, emit, end_notes, fill_streams, printable, read_input
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.lookup import MAX_DRAFT, draft_limit
 
 if TYPE_CHECKING:
     from hotcold.runtime.api import Model
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 must not end the program
     try:
         try:
-            args, unknown = build_parser(argv).parse_known_args(argv)
+            args, unknown = build_parser(argv).parse_known_args(_lookup_alone(argv))
             if unknown:
                 args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # the command's own usage
             args.began = began
@@ -131,6 +132,15 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def _lookup_alone(argv: Sequence[str]) -> list[str]:
+    """`--lookup MODEL` has no number: argparse would take the model's path for it."""
+    number = re.compile(r"[+-]?[0-9]+")
+    return [
+        f"--lookup={MAX_DRAFT}" if this == "--lookup" and not number.fullmatch(following) else this
+        for this, following in zip(argv, [*argv[1:], ""], strict=False)
+    ]
+
+
 def _module(parser: argparse.ArgumentParser, name: str) -> None:
     """A command that is a module of its own, with add_arguments() and run()."""
     module = importlib.import_module(f"hotcold.{name}")
@@ -191,6 +201,11 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
         help="tokens it looks back; 0: off, -1: all (default 64)",
     )  # fmt: skip
     group.add_argument("-s", "--seed", type=_whole, default=-1, metavar="N", help="-1: random (default)")
+    group.add_argument(
+        "--lookup", type=_draft, nargs="?", const=MAX_DRAFT, default=0, metavar="N",
+        help=f"draft up to N tokens (1 to {MAX_DRAFT}; default {MAX_DRAFT}) from what the text said before and check "
+             "them in one run; the same text, sooner where it repeats itself or the prompt; 0: off (default)",
+    )  # fmt: skip
     group.add_argument("--ignore-eos", action="store_true", help="never let the model end by itself")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
@@ -279,6 +294,7 @@ def _pieces(
         stop=args.stop,
         ignore_eog=args.ignore_eos,
         continues=not args.single_turn,
+        lookup=args.lookup,
         stats=stats,
     )
 
@@ -287,7 +303,7 @@ def _chat(args: argparse.Namespace) -> int:
     from hotcold.runtime.console import TextOut, input_lines
     from hotcold.runtime.repl import Repl, ReplOptions, run_lines
 
-    options = ReplOptions(_sampling(args), args.system_prompt, args.predict, args.ignore_eos, args.stop)
+    options = ReplOptions(_sampling(args), args.system_prompt, args.predict, args.ignore_eos, args.stop, args.lookup)
     for what, text in (("-sys", args.system_prompt), ("-p", args.prompt)):
         _check_text(what, text)
     out = TextOut(sys.stdout)
@@ -433,6 +449,13 @@ def _size(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be 0 (the model's) or more, got {value}")
     return value
+
+
+def _draft(text: str) -> int:
+    try:
+        return draft_limit(_whole(text))
+    except HotcoldError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _limit(text: str) -> int:

@@ -130,13 +130,24 @@ def timing_summary(stats: GenerationStats, load_seconds: float, total_seconds: f
     lines = [
         f"       load time = {load_seconds * 1e3:10.2f} ms",
         f"prompt eval time = {_rate(stats.prompt_seconds, n_prompt, 'tokens')}",
-        f"       eval time = {_rate(stats.eval_seconds, stats.eval_runs, 'runs')}",
+        f"       eval time = {_rate(stats.eval_seconds, stats.eval_tokens, 'tokens' if stats.lookup else 'runs')}",
         f"   sampling time = {stats.sample_seconds * 1e3:10.2f} ms / {stats.generated_tokens:5d} tokens",
-        f"      total time = {total_seconds * 1e3:10.2f} ms / {n_prompt + stats.eval_runs:5d} tokens",
+        f"      total time = {total_seconds * 1e3:10.2f} ms / {n_prompt + stats.eval_tokens:5d} tokens",
     ]
+    if stats.lookup:
+        lines.append(f"          lookup = {lookup_line(stats)}")
     if stats.layers is not None:
         lines.append(f"neurons computed = {share_line(stats.layers)}")
     return lines
+
+
+def lookup_line(stats: GenerationStats) -> str:
+    """What drafts saved."""
+    per_run = stats.eval_tokens / stats.eval_runs if stats.eval_runs else 0.0
+    return (
+        f"{stats.accepted} of {stats.drafted} drafted tokens accepted; "
+        f"{stats.eval_tokens} tokens in {stats.eval_runs} runs ({per_run:.2f} per run)"
+    )
 
 
 def share_line(layers: LayerStats | None) -> str:

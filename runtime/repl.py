@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotcold.runtime.console import MAX_INPUT, TextOut, note, share_line
+from hotcold.runtime.console import MAX_INPUT, TextOut, lookup_line, note, share_line
 from hotcold.runtime.conversation import Conversation, read_conversation
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.generate import ContextFull, GenerationStats
@@ -51,6 +51,7 @@ class ReplOptions:
     max_tokens: int = -1
     ignore_eos: bool = False
     stop: list[str] = field(default_factory=list)
+    lookup: int = 0  # most tokens drafted for a run
 
 
 class Repl:
@@ -212,6 +213,7 @@ class Repl:
             stop=options.stop,
             ignore_eog=options.ignore_eos,
             continues=False,
+            lookup=options.lookup,
             stats=stats,
         ):
             said.append(piece)
@@ -245,6 +247,8 @@ class Repl:
                 f"{s.prompt_seconds:.2f} s, {s.prompt_rate:.2f} tok/s"
             )
             self._say(f"generation: {s.generated_tokens} tokens, {s.eval_seconds:.2f} s, {s.eval_rate:.2f} tok/s")
+            if s.lookup:
+                self._say(f"lookup: {lookup_line(s)}")
             self._say(f"turn: {self._turn_seconds:.2f} s")
         self._say(f"context: {session.n_cached} of {session.engine.n_ctx} tokens used")
         self._say(f"neurons computed: {share_line(s.layers)}")

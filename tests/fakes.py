@@ -1,7 +1,7 @@
 """A tokenizer of bytes and an engine whose logits depend on every token in its cache, for tests without a model.
 
 ScriptedEngine says a fixed text after any prompt. HashEngine says something else after any other text, so a wrong
-cache shows. Both keep to the interface of hotcold.runtime.engine.Engine.
+cache shows. RepeatingEngine repeats itself, for drafts. All keep to the interface of hotcold.runtime.engine.Engine.
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ class FakeEngine:
             rows.append(self.row())
         return rows[-1] if logits == "last" else np.array(rows)
 
+    def verify(self, tokens: Sequence[int]) -> np.ndarray:
+        if len(tokens) > 8:
+            raise HotcoldError(f"fake: {len(tokens)} tokens to verify")
+        return self.forward(tokens, "all")
+
     def row(self) -> np.ndarray:
         raise NotImplementedError
 
@@ -98,6 +103,21 @@ class HashEngine(FakeEngine):
     def row(self) -> np.ndarray:
         out = np.zeros(N_VOCAB, np.float32)
         out[97 + zlib.crc32(repr(self.cache).encode()) % 26] = 50
+        return out
+
+
+class RepeatingEngine(FakeEngine):
+    """Says much again that it has said, but not all: mostly its last two tokens decide, now and then the whole cache.
+
+    From 15 letters and, rarely, an end.
+    """
+
+    def row(self) -> np.ndarray:
+        whole = zlib.crc32(repr(self.cache).encode())
+        decides = self.cache if whole % 6 == 0 else self.cache[-2:]
+        out = np.zeros(N_VOCAB, np.float32)
+        out[[*range(97, 112), EOG]] = np.random.default_rng(zlib.crc32(repr(decides).encode())).normal(0, 3, 16)
+        out[EOG] -= 3
         return out
 
 

@@ -58,6 +58,16 @@ def test_summary_counts_evaluated_tokens_and_rates() -> None:
     assert "neurons computed = 37.5 % (layers 0-1: 50 25); 50.0 % of the feed-forward bytes read" in text
 
 
+def test_summary_with_lookup_counts_tokens_and_says_what_drafts_saved() -> None:
+    some = stats([1.0])
+    some.lookup, some.drafted, some.accepted = 7, 9, 5
+    text = "\n".join(timing_summary(some, 0, 0))
+    assert " eval time =     250.00 ms /    10 tokens (   25.00 ms per token,    40.00 tokens per second)" in text
+    assert "         lookup = 5 of 9 drafted tokens accepted; 10 tokens in 5 runs (2.00 per run)" in text
+    assert "lookup" not in "\n".join(timing_summary(stats([1.0]), 0, 0))
+    assert "0 of 0 drafted" in "\n".join(timing_summary(GenerationStats(lookup=7), 0, 0))
+
+
 def test_summary_of_nothing_divides_by_nothing() -> None:
     text = "\n".join(timing_summary(GenerationStats(), 0, 0))
     assert "0.00 tokens per second" in text and "neurons" not in text
