@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import re
 import signal
@@ -41,6 +42,8 @@ BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (argparse exits by itself with 0 or 2)."""
     began = time.perf_counter()
+    collecting = gc.isenabled()
+    gc.disable()  # modules and vocabularies are many objects that stay; each command enables it again when it has them
     argv = sys.argv[1:] if argv is None else argv
     fill_streams()
     _end_by_exception()
@@ -69,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard(sys.stdout)
         return BROKEN_PIPE
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _end_by_exception() -> None:
@@ -146,6 +152,7 @@ def _module(parser: argparse.ArgumentParser, name: str) -> None:
     module = importlib.import_module(f"hotcold.{name}")
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)
+    gc.enable()
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -254,7 +261,8 @@ def _run(args: argparse.Namespace) -> int:
         args.parser.error("-sys needs -st: without it the prompt is a text to continue")
     if args.special and args.single_turn:
         args.parser.error("--special is not for -st: a message is always plain text")
-    open_gguf(args.model).close()  # a missing model is told before a missing prompt
+    if args.prompt is None:
+        open_gguf(args.model).close()  # a missing model is told before a missing prompt
     prompt = _prompt(args)
     out, stats, interrupted = TextOut(sys.stdout), GenerationStats(), False
     with _open(args) as model:
@@ -344,7 +352,7 @@ def _open(args: argparse.Namespace) -> Model:
     from hotcold.runtime.api import Model
     from hotcold.runtime.console import note
 
-    return Model.open(
+    model = Model.open(
         args.model,
         sparsity=args.sparsity,
         threads=args.threads,
@@ -354,6 +362,9 @@ def _open(args: argparse.Namespace) -> Model:
         mlock=args.mlock,
         notify=note,
     )
+    gc.freeze()  # what is there now stays, and need not be looked at again
+    gc.enable()
+    return model
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:

@@ -65,12 +65,13 @@ class _Metadata(Mapping[str, Any]):
     def strings(self, entry: Entry) -> list[bytes]:
         if self._buffer.closed:
             raise GGUFError(f"{safe_text(str(self._path))}: the file is closed")
-        buffer, pos, unpack = self._buffer, entry.offset, struct.Struct("<Q").unpack_from
+        raw, pos, unpack = self._buffer[entry.offset : entry.end], 0, struct.Struct("<Q").unpack_from
         out = []
         for _ in range(entry.n):
-            end = pos + 8 + unpack(buffer, pos)[0]
-            out.append(buffer[pos + 8 : end])
-            pos = end
+            (length,) = unpack(raw, pos)
+            pos += 8
+            out.append(raw[pos : pos + length])
+            pos += length
         return out
 
     def _decode(self, entry: Entry) -> Any:

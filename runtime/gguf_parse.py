@@ -72,11 +72,12 @@ class TensorInfo:
 
 
 class Entry(NamedTuple):
-    """Where a metadata value lies: (value type, element type of an array), first byte, elements."""
+    """Where a metadata value lies: (value type, element type of an array), first byte, elements, end."""
 
     types: tuple[ValueType, ValueType | None]
     offset: int
     n: int
+    end: int
 
 
 class Header(NamedTuple):
@@ -215,14 +216,14 @@ def _read_value(reader: _Reader, key: str) -> Entry:
     if kind == ValueType.STRING:
         start = reader.pos
         reader.text(field)
-        return Entry((kind, None), start, 1)
+        return Entry((kind, None), start, 1, reader.pos)
     if kind != ValueType.ARRAY:
         size = struct.calcsize(SCALARS[kind])
         reader.need(size, field)
         if kind == ValueType.BOOL:
             _check_bools(reader, reader.pos, 1, field)
         reader.pos += size
-        return Entry((kind, None), reader.pos - size, 1)
+        return Entry((kind, None), reader.pos - size, 1, reader.pos)
     type_at = reader.pos
     element = _value_type(reader, f"element type of '{safe_text(key)}'")
     if element == ValueType.ARRAY:
@@ -232,13 +233,13 @@ def _read_value(reader: _Reader, key: str) -> Entry:
         count = reader.count(f"length of {field}", 8, _MAX_STRINGS)
         start = reader.pos
         reader.strings(count, field)
-        return Entry((kind, element), start, count)
+        return Entry((kind, element), start, count, reader.pos)
     size = struct.calcsize(SCALARS[element])
     count = reader.count(f"length of {field}", size, _MAX_BYTES)
     if element == ValueType.BOOL:
         _check_bools(reader, reader.pos, count, field)
     reader.pos += count * size
-    return Entry((kind, element), reader.pos - count * size, count)
+    return Entry((kind, element), reader.pos - count * size, count, reader.pos)
 
 
 def type_text(types: tuple[ValueType, ValueType | None]) -> str:

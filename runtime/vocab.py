@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import concat, itemgetter
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ class _Keys:
         value = self.metadata.get(key)
         if value is None:
             raise self.error(key, "missing; the file has no complete vocabulary, convert the model again")
-        if not isinstance(value, list) or not all(type(v) is str for v in value):
+        if not isinstance(value, list) or not set(map(type, value)) <= {str}:
             raise self.error(key, f"found {type(value).__name__}, allowed: an array of strings")
         return value
 
@@ -174,12 +175,11 @@ def _tokens(keys: _Keys) -> list[str]:
             if t in seen:
                 raise keys.error(key, f"{ascii(t[:60])} is both token {seen[t]} and token {i}")
             seen[t] = i
-    for i, t in enumerate(tokens):
-        if not t.isascii():
-            try:
-                t.encode("utf-8")
-            except UnicodeEncodeError:
-                raise keys.error(key, f"token {i} is not UTF-8: {ascii(t[:60])}") from None
+    try:
+        "".join(tokens).encode("utf-8")  # all at once: a start-up waits for this
+    except UnicodeEncodeError:
+        i, t = next((i, t) for i, t in enumerate(tokens) if any("\ud800" <= c < "\ue000" for c in t))
+        raise keys.error(key, f"token {i} is not UTF-8: {ascii(t[:60])}") from None
     return tokens
 
 
@@ -212,6 +212,10 @@ def _merges(keys: _Keys, tokens: list[str]) -> list[tuple[str, str]]:
     known = set(tokens)
     lines = keys.strings(key)
     out: list[tuple[str, str]] = [tuple(line.split(" ")) for line in lines]  # type: ignore[misc]
+    if set(map(len, out)) <= {2}:
+        left_of, right_of = (tuple(map(itemgetter(side), out)) for side in (0, 1))
+        if all(map(known.issuperset, (left_of, right_of, map(concat, left_of, right_of)))):
+            return out
     for i, pair in enumerate(out):
         if len(pair) != 2 or not pair[0] or not pair[1]:
             raise keys.error(key, f"entry {i} is {ascii(lines[i][:60])}, allowed: two tokens with a space between")

@@ -22,6 +22,7 @@ import numpy as np
 import platformdirs
 
 from hotcold.runtime.kernels import isa
+from hotcold.runtime.kernels.numba_start import without_blas
 
 
 def cache_folder() -> Path:
@@ -44,7 +45,7 @@ def compile_cached(functions: list[tuple[Any, tuple]], notify: Callable[[str], N
 
     def work() -> None:
         try:
-            with _compiling:
+            with _compiling, without_blas():
                 _compile_pending(functions, notify)
         except BaseException as error:
             errors.append(error)

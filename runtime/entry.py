@@ -1,0 +1,14 @@
+"""The console command `hotcold`: from its first line on, Ctrl-C ends it quietly.
+
+In: the command line. Out: an exit status. Next: cli.py, whose imports take the time in which this matters.
+"""
+
+
+def main() -> int:
+    """What pip's script calls."""
+    try:
+        from hotcold.runtime import cli
+
+        return cli.main()
+    except KeyboardInterrupt:  # cli.main() tells its own; this one came before or after
+        return 130
