@@ -41,12 +41,16 @@ BROKEN_PIPE = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (argparse exits by itself with 0 or 2)."""
+    with _ended_by_exception():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     began = time.perf_counter()
     collecting = gc.isenabled()
     gc.disable()  # modules and vocabularies are many objects that stay; each command enables it again when it has them
     argv = sys.argv[1:] if argv is None else argv
     fill_streams()
-    _end_by_exception()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 must not end the program
@@ -77,17 +81,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             gc.enable()
 
 
-def _end_by_exception() -> None:
+@contextlib.contextmanager
+def _ended_by_exception() -> Iterator[None]:
     """SIGTERM and a closed terminal end the program through its cleanup, as Ctrl-C does, and with the usual status."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
+    before = {}
     for name in ("SIGTERM", "SIGHUP"):  # the latter is not there on Windows
         number = getattr(signal, name, None)
         in_main = threading.current_thread() is threading.main_thread()
         if number is not None and in_main and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores it
-            signal.signal(number, stop)
+            before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Parser(argparse.ArgumentParser):

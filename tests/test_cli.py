@@ -55,6 +55,20 @@ def test_help_and_version(run: Run) -> None:
     assert code == 0 and out.startswith("hotcold 0.")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("arguments", [["inspect", "MODEL"], ["--version"], ["inspect", "/nowhere"], ["run"]])
+def test_a_program_that_calls_the_command_keeps_its_signals(run: Run, arguments: list[str], model: Path) -> None:
+    def own(signum: int, frame: object) -> None:
+        del signum, frame
+
+    before = signal.signal(signal.SIGHUP, own), signal.getsignal(signal.SIGTERM)
+    try:
+        run(*(str(model) if a == "MODEL" else a for a in arguments))
+        assert signal.getsignal(signal.SIGHUP) is own and signal.getsignal(signal.SIGTERM) == before[1]
+    finally:
+        signal.signal(signal.SIGHUP, before[0])
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["inspect", "MODEL"], ["convert", "--help"]])
 def test_commands_that_need_no_engine_do_not_load_the_compiler(arguments: list[str], model: Path) -> None:
     arguments = [str(model) if a == "MODEL" else a for a in arguments]
