@@ -3,7 +3,8 @@
 In: the two programs of program.py. Out: buffers filled, one run after the other. Next: engine.py, its owner.
 
 The caller's thread never computes: it writes the arguments of a run into the control block, raises GO and sleeps until
-thread 0 says done. It stays interruptible, so Ctrl-C raises ABORT and the team leaves at its next barrier.
+thread 0 says done. It stays interruptible, so Ctrl-C raises ABORT and the team leaves at its next barrier. A worker
+that fails ends the team: those that wait for it are let go, and the caller gets the error.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import numba
 import numpy as np
 
 from hotcold.runtime.errors import HotcoldError
-from hotcold.runtime.kernels import walk
+from hotcold.runtime.kernels import sync, walk
 from hotcold.runtime.kernels.cache import compile_cached
 from hotcold.runtime.program import aligned
+from hotcold.runtime.threads import usable_cpus
 
 WAKE_UP = 0.1  # seconds: a signal that arrives just before a thread sleeps is seen only when it wakes
+_SPINS, _BROKEN = (walk.RELEASED + offset // 8 for offset in (sync.SPINS, sync.BROKEN))
 # Queues, because threading's semaphores stay locked when Ctrl-C arrives inside their Python code.
 Wakeups = queue.SimpleQueue
 
@@ -40,17 +43,19 @@ class Team:
         )
         memory = aligned(8 * walk.control_words(n_threads))
         self.control = memory.view(np.int64)
-        self._addr = memory.ctypes.data
+        self.control[_SPINS] = sync.ALONE if n_threads <= usable_cpus() else sync.CROWDED
         self._wake: list[Wakeups[None]] = [Wakeups() for _ in range(n_threads)]
         self._done: Wakeups[None] = Wakeups()
         self._turn = threading.Lock()
         self._closing = False
+        self._errors: list[str] = []  # of workers
+        self._failure = ""  # why the team cannot work any more
         self._pid = os.getpid()
         # The threads hold no reference to the team: one that is dropped without close() sends them away.
         self._threads = [
             threading.Thread(
-                target=_work, args=(programs, memory, t, n_threads, self._wake[t], self._done), name=f"hotcold-{t}",
-                daemon=True,
+                target=_work, args=(programs, memory, t, n_threads, self._wake[t], self._done, self._errors),
+                name=f"hotcold-{t}", daemon=True,
             )  # fmt: skip
             for t in range(n_threads)
         ]
@@ -62,13 +67,14 @@ class Team:
         """One run to its end. arguments: words of the control block.
 
         KeyboardInterrupt: the run is abandoned, and the exception goes on. Raises HotcoldError when the team was
-        closed, even while it ran, and in a process forked off after it was made.
+        closed, even while it ran, when a worker failed, and in a process forked off after the team was made.
         """
         if os.getpid() != self._pid:
             raise HotcoldError("this model was opened before fork(): its threads are not in this process, open it here")
         with self._turn:
             if not self._dismiss.alive:
                 raise HotcoldError("the model is closed")
+            self._raise_failure()
             self._abandon()  # one still under way after several Ctrl-C; otherwise nothing
             for word, value in arguments.items():
                 self.control[word] = value
@@ -81,20 +87,42 @@ class Team:
             except BaseException:
                 self._abandon()
                 raise
+            self._raise_failure()
             if self.control[walk.ABORT]:
                 raise HotcoldError("the model was closed while it was computing")
 
     def _wait(self) -> None:
-        """Until the last run is finished. The queue only wakes: an interrupt may lose or leave an entry of it."""
-        while self.control[walk.FINISHED] != self.control[walk.GO]:
+        """Until the last run is finished or never will be. The queue only wakes: an interrupt may lose an entry."""
+        while not self._over():
             with contextlib.suppress(queue.Empty):
                 self._done.get(timeout=WAKE_UP)
+
+    def _over(self) -> bool:
+        if self.control[walk.FINISHED] == self.control[walk.GO]:
+            return True
+        gone = [t for t, thread in enumerate(self._threads) if not thread.is_alive()]
+        if self._errors or gone:
+            self._failure = self._failure or (self._errors or [f"worker {gone[0]} ended in the middle of its work"])[0]
+            self._let_go()
+        return bool(self._failure)
+
+    def _let_go(self) -> None:
+        """Free the workers from waiting for one that failed. When this returns, none of them writes any more."""
+        self.control[_BROKEN] = 1
+        for wake in self._wake:
+            wake.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise HotcoldError(f"the model cannot compute any more, open it again: {self._failure}")
 
     def _abandon(self) -> None:
         """Make the team leave a run that is under way, and wait for that; more Ctrl-C cannot stop the waiting."""
         while True:
             try:
-                if self.control[walk.FINISHED] == self.control[walk.GO]:
+                if self._over():
                     return
                 self.control[walk.ABORT] = 1
                 for wake in self._wake:  # one may have been left asleep; a worker woken for nothing parks again
@@ -124,16 +152,22 @@ def _work(
     n_threads: int,
     wake: Wakeups[None],
     done: Wakeups[None],
+    errors: list[str],
 ) -> None:
-    """A worker thread. memory: the control block."""
-    while True:
-        said = walk.serve(*programs, t, n_threads, memory.ctypes.data)
-        if said == 1:
-            done.put(None)
-        elif said == 0:
-            wake.get()
-        else:
-            return
+    """A worker thread. memory: the control block; errors: where it says what it failed of."""
+    control = memory.view(np.int64)
+    try:
+        while not control[_BROKEN]:
+            said = walk.serve(*programs, t, n_threads, memory.ctypes.data)
+            if said == 1:
+                done.put(None)
+            elif said == 0:
+                wake.get()
+            else:
+                return
+    except BaseException as error:
+        errors.append(f"worker {t} of {n_threads} failed: {type(error).__name__}: {error}")
+        done.put(None)
 
 
 def _go(control: np.ndarray, wake: list[Wakeups[None]]) -> None:

@@ -52,6 +52,11 @@ def _quota(group: Path) -> float:
 
 def default_threads() -> int:
     """Threads to use when the user names no number: at least 1."""
+    cpus = usable_cpus()
+    return max(1, int(min(cpus, psutil.cpu_count(logical=False) or cpus)))
+
+
+def usable_cpus() -> float:
+    """Logical CPUs that affinity and control groups leave to this process; a quota may be a fraction."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = psutil.cpu_count(logical=False) or allowed
-    return max(1, int(min(allowed, cores, cgroup_limit())))
+    return min(allowed, cgroup_limit())

@@ -1,7 +1,8 @@
-"""The worker team at its edges: closed while it computes, dropped, forked, interrupted while it compiles."""
+"""The worker team at its edges: closed while it computes, dropped, forked, interrupted, failing, on busy cores."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -19,6 +21,7 @@ from tiny import token_ids
 
 from hotcold.runtime import HotcoldError
 from hotcold.runtime.engine import Engine, block_sizes
+from hotcold.runtime.kernels import walk
 from hotcold.runtime.kernels.formats import PACK_TOKENS
 
 
@@ -66,6 +69,79 @@ def test_a_dropped_engine_sends_its_workers_away(path: Path) -> None:
             break
         time.sleep(0.1)
     assert workers() == before
+
+
+# ------------------------------------------------------------------ a worker that fails
+
+RUNS = 3  # that go well before, at least: the compiled function may serve further ones before it returns
+
+
+def failing(which: int, how: Callable[[], int]) -> Callable[..., int]:
+    """walk.serve, but one worker does `how` instead of its part of a later run."""
+    serve, seen = walk.serve, [0]
+
+    def stand_in(*arguments: Any) -> int:
+        *_, t, _, control = arguments
+        if t == which:
+            words = np.ctypeslib.as_array((ctypes.c_int64 * (walk.GO + 1)).from_address(control))
+            while words[walk.GO] == seen[0]:  # the compiled function would have waited here
+                time.sleep(0.001)
+            seen[0] = int(words[walk.GO])
+            if seen[0] > RUNS:
+                return how()
+        return int(serve(*arguments))
+
+    return stand_in
+
+
+def raises() -> int:
+    raise ZeroDivisionError("the cause")
+
+
+def leaves() -> int:
+    return -1
+
+
+@pytest.mark.parametrize("how", [raises, leaves])
+@pytest.mark.parametrize(("which", "n_threads"), [(0, 1), (0, 3), (1, 3), (2, 3)])
+def test_a_worker_that_fails_ends_the_call_with_an_error(
+    how: Callable[[], int], which: int, n_threads: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait for it at a barrier are let go; nobody writes any more when the error is raised."""
+    before = workers()
+    with monkeypatch.context() as patched:
+        patched.setattr(walk, "serve", failing(which, how))
+        patched.setattr("hotcold.runtime.team.compile_cached", lambda functions, notify: None)
+        engine = Engine.open(path, threads=n_threads)
+        with pytest.raises(HotcoldError, match=f"open it again: worker {which} ") as caught:
+            for _ in range(200):
+                n_past = engine.n_past
+                engine.forward([1, 2, 3] if n_past % 2 else [1])
+    assert "\n" not in str(caught.value)
+    assert ("ZeroDivisionError: the cause" in str(caught.value)) == (how is raises)
+    assert engine.n_past == n_past >= RUNS and workers() == before
+    with pytest.raises(HotcoldError, match="open it again"):
+        engine.forward([1])
+    engine.close()
+    with Engine.open(path, threads=n_threads) as engine:
+        assert np.isfinite(engine.forward([1])).all()
+
+
+def test_more_threads_than_cores_and_none_of_them_free(path: Path) -> None:
+    """It must end, and with the bits it has otherwise. How long it takes is measured elsewhere."""
+    n_threads = 4 * (os.cpu_count() or 1)
+    ids = token_ids(40)
+    with Engine.open(path, threads=n_threads) as engine:
+        alone = [engine.forward(ids), *(engine.forward([token]) for token in ids[:20])]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        with Engine.open(path, threads=n_threads) as engine:
+            crowded = [engine.forward(ids), *(engine.forward([token]) for token in ids[:20])]
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert np.array_equal(np.stack(alone).view(np.int32), np.stack(crowded).view(np.int32))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork()")
