@@ -24,7 +24,7 @@ import numpy as np
 from synthetic.lowrank import check_rank
 from synthetic.model import Assembly, predictor_share, twin_factors
 from synthetic.planted import Plan, hottest_for, make_plan
-from synthetic.shapes import ORDERS, SHAPES, TYPES, PredictorRecipe, Recipe, Shape
+from synthetic.shapes import ORDERS, PREDICTOR_TYPES, SHAPES, TYPES, PredictorRecipe, Recipe, Shape
 
 from hotcold.convert.writer import write_target
 from hotcold.placement.predictor import Quality
@@ -130,7 +130,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--order", choices=ORDERS, default=ORDERS[0], help="of the neurons in the file")
     parser.add_argument("--predictor", choices=["lowrank"], help="make keys of low rank and write a predictor of them")
     parser.add_argument("--rank", type=int, default=128)
-    parser.add_argument("--predictor-type", choices=TYPES, help="default: q4_0 for 4-bit types, else q8_0")
+    parser.add_argument("--predictor-type", choices=PREDICTOR_TYPES, help="default: q4_0 for 4-bit types, else q8_0")
     parser.add_argument("--noise", type=float, default=0.1, help="of a key row, relative to its part of low rank")
     parser.add_argument("--recall", type=float, default=0.995, help="wanted of the predictor (default 0.995)")
     parser.add_argument("--layers", type=int, help="in place of the shape's")

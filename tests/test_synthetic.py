@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))  # t
 
 import make_synthetic  # noqa: E402
 from synthetic.planted import firing, make_plan  # noqa: E402
+from synthetic.rows import RowPool, unpack  # noqa: E402
 from synthetic.shapes import SHAPES, PredictorRecipe, Recipe  # noqa: E402
 
 TOKENS = np.random.default_rng(3).integers(3, 2000, 40)
@@ -152,6 +153,17 @@ def test_tokens_switch_on_different_neurons(planted):
         logits = engine.forward(TOKENS, logits="all")
     similar = np.corrcoef(logits)[np.triu_indices(len(TOKENS), 1)]
     assert similar.mean() < 0.7
+
+
+@pytest.mark.parametrize("kind", [QType.F16, QType.Q8_0, QType.Q4_0, QType.Q4_K])
+def test_rows_of_a_pool_get_heads_of_their_own(kind):
+    values = np.random.default_rng(0).standard_normal((8, 512), dtype=np.float32) / 16
+    index, head = np.array([3, 3, 0, 7]), np.array([-0.1, 0.05, 0.0, 0.12])
+    rows = unpack(RowPool(values, kind).draw(index, head), kind)
+    wanted = values[index]
+    wanted[:, :32] = head[:, None]
+    assert np.abs(rows - wanted).max() < 0.02
+    assert np.abs(rows[:, :32].mean(axis=1) - head).max() < 4e-3, "what decides how often a neuron fires"
 
 
 # --- predictors

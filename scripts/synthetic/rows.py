@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 
 from hotcold.convert.lazy import LazyTensor, QType
+from hotcold.convert.precision import BLOCK_MAX, quantize
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import dequantize
 from hotcold.runtime.kernels import formats
@@ -25,12 +26,12 @@ TILES = 32
 
 
 def pack(values: np.ndarray, kind: QType) -> np.ndarray:
-    """float32 [..., cols] -> uint8 [..., row bytes]. Raises HotcoldError for a type that cannot be made."""
+    """float32 [..., cols] -> uint8 [..., row bytes]."""
     values = np.ascontiguousarray(values, np.float32)
     if kind == QType.F32:
         return values.view(np.uint8)
-    if kind == QType.Q4_K:
-        raise HotcoldError("--type q4_k: there is no Q4_K quantizer yet; choose from f16, bf16, q8_0, q4_0")
+    if kind in BLOCK_MAX:
+        return quantize(values.reshape(-1, values.shape[-1]), kind).reshape(*values.shape[:-1], -1)
     return np.asarray(gguf.quants.quantize(values, kind)).view(np.uint8)
 
 

@@ -55,6 +55,7 @@ SHAPES = {
     "opt-30b": Shape(48, 7168, 28672, 56, 56, n_vocab=50272, n_ctx=2048, arch="opt"),
 }
 TYPES = {"f16": QType.F16, "bf16": QType.BF16, "q8_0": QType.Q8_0, "q4_0": QType.Q4_0, "q4_k": QType.Q4_K}
+PREDICTOR_TYPES = ("f16", "q8_0", "q4_0")
 ORDERS = ("hot-first", "shuffled")
 
 
