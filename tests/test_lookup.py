@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -25,6 +26,9 @@ from hotcold.runtime.lookup import LONGEST, MAX_DRAFT, NGRAMS, DraftPolicy, Look
 from hotcold.runtime.program import FEW_TOKENS
 from hotcold.runtime.repl import Repl, ReplOptions
 from hotcold.runtime.sampling import Sampler, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import measure_lookup  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0)
 PROMPT = list(b"abcabdab")
@@ -393,3 +397,45 @@ def test_stats_of_a_conversation_say_what_drafts_saved() -> None:
     repl.handle("abcabcabc")
     repl.handle("/stats")
     assert any(line.startswith("lookup: ") and "drafted tokens accepted" in line for line in said)
+
+
+# --- scripts/measure_lookup.py
+
+
+def test_the_script_measures_and_checks(
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("relu")
+    monkeypatch.setattr(measure_lookup, "TASKS", {"again": "the inn the inn the inn"})
+    command = ["measure_lookup.py", str(path), "--threads", "1", "--tokens", "8", "--rounds", "1"]
+    monkeypatch.setattr("sys.argv", command)
+    measure_lookup.main()
+    dense, exact = capsys.readouterr().out.split("relu-f32.gguf, ")[1:]
+    for text in (dense, exact):
+        assert "| again | 8 | " in text or "| again |" not in text  # the model may end at once
+        assert "| 8 | " in text
+    assert dense.startswith("dense, 1 threads") and "| 100.0% | 12.5% | 100.0% | 12.5% |" in dense
+    rows = [row for row in exact.splitlines() if row[:4] in ("| 1 ", "| 2 ", "| 4 ", "| 8 ")]
+    shares = [[float(x.strip(" %")) for x in row.split("|")[4:8]] for row in rows]
+    assert len(shares) == 4
+    assert [row[0] for row in shares] == sorted(row[0] for row in shares)  # the union grows
+    assert shares[0][0] < 60 < shares[-1][0] and shares[-1][1] < shares[0][1]
+
+    monkeypatch.setattr("sys.argv", [*command, "--lookup", "0"])
+    with pytest.raises(SystemExit, match="at least 1"):
+        measure_lookup.main()
+
+
+def test_the_script_gives_the_union_of_neighbours(tiny_model: Callable[..., Path]) -> None:
+    """Of one token it is what the engine itself counts."""
+    context = measure_lookup.CONTEXT
+    with Model.open(tiny_model("relu"), "exact", threads=1) as one:
+        engine = one.session.engine
+        ids = [(7919 * i + 13) % one.config.n_vocab for i in range(context + 40)]
+        share = measure_lookup.unions(tiny_model("relu"), engine, ids)[1]
+        engine.forward(ids[:context], "none")
+        engine.reset_stats()
+        for token in ids[context:]:
+            engine.forward([token])
+        stats = engine.layer_stats()
+    assert share == pytest.approx((stats.computed.mean(), stats.bytes_share), rel=1e-3)
