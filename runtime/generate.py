@@ -42,7 +42,7 @@ class GenerationStats:
     accepted: int = 0  # of these: what the sampler chose too, and so needed no run of its own
     sample_seconds: float = 0.0
     stop_reason: str = ""  # "eog" | "length" | "context" | "stop"; "" while running or when interrupted
-    layers: LayerStats | None = None  # what the generated tokens computed; None where none was evaluated
+    layers: LayerStats | None = None  # what generated and drafted tokens computed; None where there were none
 
     @property
     def prompt_rate(self) -> float:
