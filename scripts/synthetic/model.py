@@ -70,7 +70,8 @@ class Assembly:
         self.keep = self._pool("keep", s.n_embd, keep)  # an output as large as the input
         self.out = self._pool("attention output", s.n_embd, plan.output_std, whole=True)
         self.up = self._pool("up", s.n_embd, UP * keep * self.up_factor)
-        self.tiles = make_tiles(rng_for(recipe.seed, "down"), plan.down_std * self.down_factor, recipe.kind, split)
+        self.tiles = make_tiles(rng_for(recipe.seed, "down"), plan.down_std * self.down_factor, recipe.kind, split,
+                                paired=not s.gated)  # fmt: skip
         self.factors = lru_cache(1)(partial(lowrank.key_factors, recipe))  # by layer, one at a time
         self.keys = lru_cache(1)(self._keys)
         self.found: list[tuple[Predictor, Quality]] = []  # per layer, where predictors are planted

@@ -8,6 +8,9 @@ residual stream that is the same for every token and that no layer writes to: th
 in each row of the embedding, and in a key row Phi^-1(a) / sqrt(n_embd); every other matrix has zeros there. How large
 the constant is after the norm depends on how far the rest of the residual has grown, which is known, because every
 layer adds a planned variance; the norm's weights of these columns make up for it.
+
+Without a gate, values are never negative: what the neurons add on average would be the same for all tokens, grow with
+the layers and make tokens alike. So there neurons come in pairs that fire equally often and add opposite rows.
 """
 
 from __future__ import annotations
@@ -62,13 +65,14 @@ def make_plan(recipe: Recipe) -> Plan:
     if recipe.sparsity is not None:
         probability = firing(s.n_ff, recipe.sparsity, recipe.skew)
         if recipe.order == "shuffled":
-            probability = np.random.default_rng([recipe.seed, 1]).permutation(probability)
+            pairs = np.random.default_rng([recipe.seed, 1]).permutation(s.n_ff // 2)
+            probability = probability.reshape(-1, 2)[pairs].ravel()
         shift = ndtri(probability) + recipe.threshold
     layers = np.arange(s.n_layer)
     ffn, attention = FFN_GROWTH / s.n_layer, ATTENTION_GROWTH / s.n_layer
     start = 1.0 + (POSITIONS**2 if s.arch == "opt" else 0.0)
     spread = np.sqrt(start + layers * ffn + (layers + 1) * attention * AVERAGED)
-    size = second_moment(recipe.activation, shift, recipe.threshold) * (UP**2 if s.gated else 1.0)
+    size = value_variance(recipe.activation, shift, recipe.threshold, s.gated)
     down = RESIDUAL * math.sqrt(ffn / (s.n_ff * size))
     return Plan(probability, shift, spread, down, RESIDUAL * math.sqrt(attention / s.n_embd))
 
@@ -88,15 +92,16 @@ def firing(n_ff: int, sparsity: float, skew: float) -> np.ndarray:
     return np.clip(high * ranks, COLDEST, HOTTEST)
 
 
-def second_moment(activation: str, shift: np.ndarray, threshold: float) -> float:
-    """Mean square over neurons of act(key) for keys N(shift, 1), gated by an up value of variance 1 where drelu is."""
+def value_variance(activation: str, shift: np.ndarray, threshold: float, gated: bool) -> float:
+    """Mean over neurons of the variance of their values, for keys N(shift, 1) and up values N(0, UP^2)."""
     nodes = np.linspace(-6, 6, 241)
     weights = np.exp(-(nodes**2) / 2)
     weights /= weights.sum()
     total = 0.0
     for part in np.array_split(shift, -(-len(shift) // 1024)):
         values = reference.activate(activation, nodes + part[:, None], threshold)
-        total += float((values**2 @ weights).sum())
+        square, mean = values**2 @ weights, values @ weights
+        total += float((square * UP**2 if gated else square - mean**2).sum())
     return total / len(shift) * (0.5 if activation == "drelu" else 1.0)
 
 

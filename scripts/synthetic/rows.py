@@ -89,12 +89,15 @@ def random_rows(
     return values
 
 
-def make_tiles(rng: np.random.Generator, std: float, kind: QType, by_neuron: bool) -> np.ndarray:
+def make_tiles(rng: np.random.Generator, std: float, kind: QType, by_neuron: bool, paired: bool) -> np.ndarray:
     """Random square tiles: uint8 [2 * TILES, TILE, bytes of TILE columns]; rows are neurons, or else outputs.
 
     Tile TILES + i is tile i for the first columns of the residual: its first HEAD outputs are 0.
+    paired: every second neuron adds the negative of what the one before it adds.
     """
     values = rng.standard_normal((TILES, TILE, TILE), dtype=np.float32) * np.float32(std)
+    if paired:
+        values[:, 1::2] = -values[:, ::2]
     both = np.concatenate([values, values])  # [tile, neuron, output]
     both[TILES:, :, :HEAD] = 0
     return pack(both if by_neuron else both.swapaxes(1, 2), kind)
