@@ -340,3 +340,25 @@ def test_library_is_timed_like_llama_bench(monkeypatch, capsys, tmp_path):
     assert stock_worker.main() == 0
     assert asked == [(0, 4), (4, 6), (4, 6), (4, 1), (4, 1), (5, 1)]
     assert set(parse_bench(capsys.readouterr().out)) == {"pp6@d4", "tg2@d4"}
+
+
+def test_libraries_with_versions_in_their_names_are_found(tmp_path):
+    for name in ("libllama.v0.5.0.so", "libggml.v0.5.0.so", "libggml-base.so"):
+        (tmp_path / name).touch()
+    links = stock_worker.plain_names(tmp_path)
+    assert links != tmp_path
+    assert (links / "libllama.so").resolve() == tmp_path / "libllama.v0.5.0.so"
+    assert (links / "libggml.so").resolve() == tmp_path / "libggml.v0.5.0.so"
+    assert (links / "libggml-base.so").exists()
+    (tmp_path / "libllama.so").touch()
+    assert stock_worker.plain_names(tmp_path) == tmp_path
+
+
+def test_a_function_that_the_library_lacks_is_told_when_it_is_called():
+    library = stock_worker.Library(None)
+    missing = library.llama_of_another_day
+    missing.argtypes = []  # as the bindings do
+    with pytest.raises(RuntimeError, match="llama_of_another_day"):
+        missing()
+    with pytest.raises(AttributeError):
+        _ = library.something_else

@@ -5,6 +5,7 @@ In: Settings, Twins. Out: every round. Next: rows.py, which sums them up.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from hotcold.runtime.errors import HotcoldError
 
 Player = tuple[list[str], dict[str, str]]  # command, environment
 STOCK_NAMES = (STOCK, NO_REPACK)
+TRIAL = 64  # tokens of each test in the first run: a prompt that is computed as a long one is
 BIND = {"OMP_PROC_BIND": "true"}  # threads of llama.cpp stay where they are
 
 
@@ -95,18 +97,20 @@ def parse_bench(output: str) -> dict[str, dict[str, Any]]:
 def ready_players(settings: Settings, twins: Twins, session: Session) -> dict[str, Player]:
     """Label -> command of everybody who can run. Raises HotcoldError if one of ours cannot.
 
-    The first run is outside the measurement: kernels compile once per machine, and the files come into memory. The
-    second one computes a single token: how long a process takes until then.
+    The first run, a short one, is outside the measurement: kernels compile once per machine, and the files come into
+    memory. The second one computes a single token: how long a process takes until then.
     """
+    sizes = {name: min(TRIAL, getattr(settings, name)) for name in ("prompt_tokens", "gen_tokens", "depth")}
+    small = dataclasses.replace(settings, **sizes)
     makers: dict[str, Any] = {mode: our_player for mode in settings.modes}
     if twins.stock and (settings.llama_bench or settings.llama_lib):
         names = REPACK[settings.repack] if has_repack(settings) else (STOCK,)
         makers = {**{name: stock_player for name in names}, **makers}
     players: dict[str, Player] = {}
     for name, maker in makers.items():
-        command, env = maker(settings, twins, session.threads, name, settings.token_options)
+        command, env = maker(settings, twins, session.threads, name, small.token_options)
         first = run_burst(command, env, timeout=settings.timeout)
-        missing = [test for test in settings.tests if test not in parse_bench(first.output)]
+        missing = [test for test in small.tests if test not in parse_bench(first.output)]
         if first.status or missing:
             why = first.errors or (f"status {first.status}" if first.status else f"no line for {', '.join(missing)}")
             failure = f"{name} with {session.threads} threads failed ({why}): {first.command}"
@@ -115,7 +119,7 @@ def ready_players(settings: Settings, twins: Twins, session: Session) -> dict[st
             say(failure)
             settings.notes.append(f"A run of llama.cpp failed and is left out. {failure}")
             continue
-        players[name] = (command, env)
+        players[name] = maker(settings, twins, session.threads, name, settings.token_options)
         one_token = ["-p", "0", "-n", "1", "-d", "0", "--no-warmup"]
         start, env = maker(settings, twins, session.threads, name, one_token)
         session.start_s[name] = run_burst(start, env, timeout=settings.timeout).wall_s

@@ -14,12 +14,15 @@ the same days as the library: its structures are laid out in them.
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
 import importlib
 import importlib.util
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -44,14 +47,54 @@ def load_bindings(lib: Path, bindings: Path | None) -> Any:
         folder = bindings if (bindings / "llama_cpp.py").exists() else bindings / "llama_cpp"
         if not (folder / "llama_cpp.py").exists():
             raise ImportError(f"{bindings} holds no llama_cpp/llama_cpp.py")
+    lib = plain_names(lib)
     os.environ["LLAMA_CPP_LIB_PATH"] = str(lib.resolve())
     package = types.ModuleType("llama_cpp")  # a package without its __init__, which would import the server's needs
     package.__path__ = [str(folder)]
     sys.modules["llama_cpp"] = package
+    extensions: Any = importlib.import_module("llama_cpp._ctypes_extensions")
+    load = extensions.load_shared_library
+    extensions.load_shared_library = lambda *names: Library(load(*names)._name)
     api = importlib.import_module("llama_cpp.llama_cpp")
     load_backends(lib)
     api.llama_backend_init()
     return api
+
+
+class Library(ctypes.CDLL):
+    """A library that may lack some of what the bindings know, being of another day."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not name.startswith(("llama_", "ggml_")):
+                raise
+            return Missing(name)
+
+
+class Missing:
+    """A function that is not there, until it is called."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any) -> None:
+        raise RuntimeError(f"this libllama has no {self.__name__}: it and the bindings are of different days")
+
+
+def plain_names(lib: Path) -> Path:
+    """The folder itself, or one of links to its files where a version is part of the library's name (npm's are so)."""
+    versioned = [file for name in ("libllama", "libggml") for file in lib.glob(f"{name}.v*")]
+    if any(lib.glob("libllama.so*")) or any(lib.glob("libllama.dylib")) or not versioned:
+        return lib
+    links = Path(tempfile.mkdtemp(prefix="hotcold-llama-"))
+    atexit.register(shutil.rmtree, links, ignore_errors=True)
+    for file in lib.iterdir():
+        (links / file.name).symlink_to(file.resolve())
+    for file in versioned:
+        (links / (file.name.split(".")[0] + file.suffix)).symlink_to(file.resolve())
+    return links
 
 
 def load_backends(lib: Path) -> None:

@@ -1,0 +1,1 @@
+"""The parts of benchmarks.py: figures -> models, runs -> results in JSON -> page."""

@@ -1,0 +1,201 @@
+"""Makes the models that figures need, and carries out their runs.
+
+In: figures.py. Out: one JSON file per figure in the folder of results. Next: page.py.
+
+A figure's file keeps one entry per job. What has an entry is not run again, so that an interrupted run goes on where it
+was. A job that fails has no entry; the others are run all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from comparison.bursts import load_average, machine_facts, run_burst, wait_for_quiet
+from comparison.facts import versions
+from comparison.settings import HOTCOLD, say
+
+from benchmarking.figures import DEMO, Figure, Job, Model
+from hotcold.runtime.errors import HotcoldError
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+TINY = {"llama": "llama-tiny", "opt": "opt-tiny"}  # shapes that try out the machinery, not the speed
+TINY_NUMBERS = {"--prompt-tokens": 16, "--gen-tokens": 4, "-n": 4, "--quality-tokens": 16, "--tokens": 8}
+
+TINY_LISTS = {"-d": "0,64,128,256", "-t": "1", "--threads": "1"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a run of benchmarks.py."""
+
+    models: Path  # folder of models made here
+    results: Path
+    demo: Path
+    reps: int
+    compare: tuple[str, ...]  # further options of compare_llama_cpp.py
+    noise: float
+    wait: float
+    force: bool = False
+    tiny: bool = False
+
+
+def load(results: Path, figure: Figure) -> dict[str, Any]:
+    """What has been measured of a figure. Raises HotcoldError for a file that is no such JSON."""
+    path = results / f"{figure.name}.json"
+    if not path.exists():
+        return {"name": figure.name, "jobs": {}}
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict) or not isinstance(found.get("jobs"), dict):
+            raise ValueError("no object with jobs")
+    except ValueError as error:
+        raise HotcoldError(f"{path}: not a file of results: {error}; remove it to measure again") from None
+    return found
+
+
+def save(results: Path, figure: Figure, found: dict[str, Any]) -> None:
+    path = results / f"{figure.name}.json"
+    results.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def job_key(job: Job) -> str:
+    return job.label + (f" {job.model.name}" if isinstance(job.model, Model) else "")
+
+
+# ---- models
+
+
+def sized(job: Job, tiny: bool) -> Job:
+    """The job itself, or a tiny one of the same kind."""
+    if not tiny:
+        return job
+    model = job.model
+    if isinstance(model, Model):
+        small = TINY[model.shape.split("-")[0]]
+        layers, n_ff = model.layers and max(1, model.layers // 6), model.n_ff and model.n_ff // 11
+        model = replace(model, shape=small, layers=layers, n_ff=n_ff, n_ctx=512)
+    words = list(job.options)
+    for i, word in enumerate(words[:-1]):
+        if word in TINY_NUMBERS:
+            words[i + 1] = str(min(int(words[i + 1]), TINY_NUMBERS[word]))
+        elif word in TINY_LISTS:
+            words[i + 1] = TINY_LISTS[word]
+    return replace(job, model=model, options=tuple(words))
+
+
+def make_model(model: Model | str, options: Options) -> tuple[Path, Path | None]:
+    """(the model, its twin for llama.cpp if it has one), made if they are not there. Raises HotcoldError."""
+    if model == DEMO:
+        if not options.demo.exists():
+            raise HotcoldError(f"{options.demo}: the demo model is not there; scripts/run makes it, --demo names it")
+        return options.demo, None
+    assert isinstance(model, Model)
+    out = options.models / f"{model.name}.gguf"
+    twin = options.models / f"{model.name}.stock.gguf" if model.has_twin else None
+    if not out.exists() or twin and not twin.exists():
+        options.models.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(SCRIPTS / "make_synthetic.py"), *model.options(), "-o", str(out)]
+        command += ["--stock", str(twin)] if twin else []
+        say(f"making {out.name}")
+        if subprocess.run(command, stdout=sys.stderr).returncode:
+            raise HotcoldError(f"{out}: could not be made, see above")
+    return out, twin
+
+
+# ---- runs
+
+
+def run_figure(figure: Figure, options: Options) -> int:
+    """Carry out what has no result yet; returns how many jobs failed. Raises HotcoldError, OSError."""
+    found = load(options.results, figure)
+    failed = 0
+    for full in figure.jobs:
+        key = job_key(full)
+        if key in found["jobs"] and not options.force:
+            say(f"{figure.name}, {key}: measured before")
+            continue
+        job, start = sized(full, options.tiny), time.monotonic()
+        say(f"{figure.name}, {key}: measuring")
+        try:
+            paths = make_model(job.model, options)
+            found["jobs"][key] = {
+                "label": job.label, "kind": job.kind, "target": job.target, "model": paths[0].name,
+                "date": time.strftime("%Y-%m-%d %H:%M"), **RUNNERS[job.kind](job, *paths, options),
+            }  # fmt: skip
+            save(options.results, figure, found)
+            say(f"{figure.name}, {key}: done in {time.monotonic() - start:.0f} s")
+        except HotcoldError as error:
+            say(f"{figure.name}, {key}: {error}")
+            failed += 1
+    return failed
+
+
+def run_compare(job: Job, model: Path, twin: Path | None, options: Options) -> dict[str, Any]:
+    out = options.results / "compare.part"
+    options.results.mkdir(parents=True, exist_ok=True)
+    command = [str(SCRIPTS / "compare_llama_cpp.py"), str(model), "--twins", str(options.models)]
+    command += ["--stock", str(twin)] if twin else []
+    command += [*job.options, "--reps", str(options.reps), "--noise", str(options.noise), "--wait", str(options.wait)]
+    try:
+        done = subprocess.run([sys.executable, *command, *options.compare, "-o", str(out)], stdout=subprocess.DEVNULL)
+        if done.returncode or not out.exists():
+            raise HotcoldError(f"compare_llama_cpp.py ended with status {done.returncode}, see above")
+        (result,) = json.loads(out.read_text())
+    finally:
+        out.unlink(missing_ok=True)
+    for turn in result["rounds"]:  # of each burst, what tells whether it was disturbed
+        turn["bursts"] = {who: {"others": b["others"], "status": b["status"]} for who, b in turn["bursts"].items()}
+    return {"command": shown(["python", "scripts/compare_llama_cpp.py", *command[1:]]), "result": result}
+
+
+def run_bench(job: Job, model: Path, twin: Path | None, options: Options) -> dict[str, Any]:
+    command = ["bench", str(model), *job.options, "-o", "jsonl", "--no-bandwidth"]
+    run_burst([*HOTCOLD, "bench", str(model), "-p", "0", "-n", "1", "-r", "1", "--no-bandwidth"])  # into the page cache
+    wait_for_quiet(options.noise, options.wait)
+    burst = run_burst([*HOTCOLD, *command])
+    if burst.status:
+        raise HotcoldError(f"hotcold bench ended with status {burst.status}: {burst.errors}")
+    lines = [json.loads(line) for line in burst.output.splitlines()]
+    return {"command": shown(["hotcold", *command]), "lines": lines, "wall_s": burst.wall_s, "others": burst.others,
+            "rss_mb": burst.peak_rss_mb, "file_mb": model.stat().st_size / 1e6, **job_size(job), **where()}  # fmt: skip
+
+
+def run_text(job: Job, model: Path, twin: Path | None, options: Options) -> dict[str, Any]:
+    script, *rest = job.options
+    if not (SCRIPTS / script).exists():
+        raise HotcoldError(f"scripts/{script} is not there")
+    wait_for_quiet(options.noise, options.wait)
+    burst = run_burst([sys.executable, str(SCRIPTS / script), str(model), *rest])
+    if burst.status:
+        raise HotcoldError(f"{script} ended with status {burst.status}: {burst.errors}")
+    command = shown(["python", f"scripts/{script}", str(model), *rest])
+    return {"command": command, "text": burst.output, "others": burst.others, **where()}
+
+
+RUNNERS = {"compare": run_compare, "bench": run_bench, "text": run_text}
+
+
+def job_size(job: Job) -> dict[str, Any]:
+    """What the figure varies, where that is the model."""
+    model = job.model
+    return {"layers": model.layers, "n_ff": model.n_ff} if isinstance(model, Model) else {}
+
+
+def where() -> dict[str, Any]:
+    return {"machine": machine_facts(), "versions": versions(), "load_at_end": load_average()}
+
+
+def shown(command: list[str]) -> str:
+    """A command as one would type it, with the names of files only."""
+    return shlex.join([Path(word).name if word.startswith("/") else word for word in command])
