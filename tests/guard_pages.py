@@ -11,7 +11,7 @@ import mmap
 import sys
 
 import numpy as np
-from one_op import FFN, FLOATS, NAMES, Runner, close, encode, inside, matmul, random_rows, record
+from one_op import FFN, NAMES, Runner, block_length, close, encode, inside, matmul, random_rows, record
 
 from hotcold.runtime.kernels import formats, reference, walk
 
@@ -56,7 +56,7 @@ def main() -> None:
     rng = np.random.default_rng(1)
     guarded, guarded_vector, runner = Guarded(), Guarded(), Runner()
     for ggml_type in formats.NATIVE:
-        lengths = (1, 7, 8, 15, 17, 31, 64, 72, 100) if ggml_type in FLOATS else (32, 64, 96)
+        lengths = {1: (1, 7, 8, 15, 17, 31, 64, 72, 100), 32: (32, 64, 96), 256: (256, 512)}[block_length(ggml_type)]
         for cols, rows, n_tok in itertools.product(lengths, (1, 2, 5, 16, 17, 33), (1, 2, 6, 9)):
             print(NAMES[ggml_type], cols, rows, n_tok, flush=True)  # the last line tells where it died
             raw = encode(ggml_type, random_rows(rng, rows, cols))

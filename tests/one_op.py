@@ -17,6 +17,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from encode import encode as encode
 from numba import typeof, types
 
 from hotcold.runtime import plan, program, weights
@@ -28,12 +29,6 @@ from hotcold.runtime.kernels.cache import compile_cached
 FLOATS = (formats.F32, formats.F16, formats.BF16)
 NAMES = {t: gguf.GGMLQuantizationType(t).name for t in formats.NATIVE}
 CANARY = np.float32(-12345.5)
-
-
-def encode(ggml_type: int, values: np.ndarray) -> np.ndarray:
-    """float32 [rows, cols] -> raw rows, uint8 [rows, row bytes]."""
-    kind = gguf.GGMLQuantizationType(ggml_type)
-    return np.ascontiguousarray(gguf.quants.quantize(values, kind)).view(np.uint8).reshape(len(values), -1)
 
 
 def canaries(*shape: int) -> np.ndarray:
@@ -265,6 +260,14 @@ def random_rows(rng: np.random.Generator, rows: int, cols: int) -> np.ndarray:
     return values
 
 
-def cases(lengths: Sequence[int], block_lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(type, columns) for every format with lengths it allows."""
-    return [(t, n) for t in formats.NATIVE for n in (lengths if t in FLOATS else block_lengths)]
+def block_length(ggml_type: int) -> int:
+    """Columns per block of a format."""
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)][0]
+
+
+def cases(
+    lengths: Sequence[int], block_lengths: Sequence[int], super_lengths: Sequence[int] = (256, 768)
+) -> list[tuple[int, int]]:
+    """(type, columns) for every format with lengths it allows: of float formats, of blocks of 32, of 256."""
+    by_block = {1: lengths, formats.BLOCK: block_lengths, formats.SUPER_BLOCK: super_lengths}
+    return [(t, n) for t in formats.NATIVE for n in by_block[block_length(t)]]

@@ -15,6 +15,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from encode import encode
 from gguf import GGMLQuantizationType as Type
 
 from hotcold.runtime import schema
@@ -171,8 +172,7 @@ def write_model(path: Path, spec: Spec, tensors: Tensors | None = None) -> Path:
         if values.dtype != np.float32 or kind in (Type.F32, Type.F16):
             writer.add_tensor(name, values.astype(np.float16) if kind == Type.F16 else values)
         else:
-            raw = gguf.quants.quantize(np.ascontiguousarray(values), kind)
-            writer.add_tensor(name, raw.view(np.uint8).reshape(len(values), -1), raw_dtype=kind)
+            writer.add_tensor(name, encode(kind, values), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

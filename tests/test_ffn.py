@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_op import FFN, FLOATS, NAMES, close, encode, random_rows, same_bits
+from one_op import FFN, FLOATS, NAMES, block_length, close, encode, random_rows, same_bits
 
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.gguf_file import open_gguf
@@ -59,7 +59,7 @@ def check(ffn: FFN, x: np.ndarray, n_threads: int, tolerance: float) -> np.ndarr
 def test_exact_equals_dense(activation: str, gated: bool, ggml_type: int) -> None:
     """Layers with every neuron off, every neuron on, and mixtures from lonely neurons to whole chunks."""
     rng = np.random.default_rng(len(activation) + gated)
-    n_ff, n_embd = 235, 96 if ggml_type not in FLOATS else 100
+    n_ff, n_embd = 235, {1: 100, 32: 96, 256: 256}[block_length(ggml_type)]
     x = rng.standard_normal(n_embd).astype(np.float32)
     blocks = np.repeat(rng.random(n_ff // 47) < 0.5, 47)
     patterns: dict[str, np.ndarray | float] = {
@@ -81,8 +81,9 @@ def test_any_number_of_neurons_and_threads(n_ff: int, n_threads: int) -> None:
     for (activation, gated), types in zip(
         SPARSE, itertools.cycle(itertools.combinations(formats.NATIVE, 2)), strict=False
     ):
-        ffn = make(rng, activation, gated, types, n_ff, 64)
-        check(ffn, rng.standard_normal(64).astype(np.float32), n_threads, 2e-2)
+        n_embd = max(64, *map(block_length, types))
+        ffn = make(rng, activation, gated, types, n_ff, n_embd)
+        check(ffn, rng.standard_normal(n_embd).astype(np.float32), n_threads, 2e-2)
 
 
 def test_every_neuron_belongs_to_one_thread_and_none_gets_all_of_the_first() -> None:
@@ -125,7 +126,8 @@ def test_exact_equals_dense_for_any_shape(data: st.DataObject) -> None:
     activation, gated = data.draw(st.sampled_from(SPARSE))
     types = data.draw(st.tuples(st.sampled_from(formats.NATIVE), st.sampled_from(formats.NATIVE)))
     floats = all(t in FLOATS for t in types)
-    n_embd = data.draw(st.integers(1, 130)) if floats else 32 * data.draw(st.integers(1, 5))
+    unit = max(map(block_length, types))
+    n_embd = unit * data.draw(st.integers(1, {1: 130, 32: 5, 256: 2}[unit]))
     n_ff, n_threads = data.draw(st.integers(1, 300)), data.draw(st.sampled_from(THREADS))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     pattern = rng.choice([ALL_OFF, ALL_ON, 0.0], n_ff, p=data.draw(st.sampled_from([(0.9, 0.1, 0), (0, 0.5, 0.5)])))

@@ -63,9 +63,12 @@ def test_views_point_into_the_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", NATIVE)
 def test_row_bytes_of_every_native_type(kind: int, tmp_path: Path) -> None:
-    weights = load(write_model(tmp_path / "model.gguf", Spec(**all_of(Type(kind)))))
-    per_32 = {Type.F32: 128, Type.F16: 64, Type.BF16: 64, Type.Q8_0: 34, Type.Q4_0: 18}[Type(kind)]
-    assert weights["token_embd.weight"].stride == 64 // 32 * per_32
+    weights = load(write_model(tmp_path / "model.gguf", Spec(n_embd=256, head_dim=64, **all_of(Type(kind)))))
+    per_256 = {
+        Type.F32: 1024, Type.F16: 512, Type.BF16: 512, Type.Q8_0: 272, Type.Q4_0: 144, Type.Q4_1: 160, Type.Q5_0: 176,
+        Type.Q5_1: 192, Type.Q4_K: 144, Type.Q5_K: 176, Type.Q6_K: 210,
+    }[Type(kind)]  # fmt: skip
+    assert weights["token_embd.weight"].stride == per_256
     assert weights["blk.1.attn_q.weight"].ggml_type == kind
 
 
@@ -121,9 +124,9 @@ def test_wrong_shapes(name: str, shape: tuple[int, ...], expected: str, tmp_path
         load(path)
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q5_0, Type.Q5_1])
+@pytest.mark.parametrize("kind", [Type.TQ1_0, Type.TQ2_0])
 def test_types_that_are_not_native_name_the_way_out(kind: Type, tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model.gguf", Spec(attn=kind))
+    path = write_model(tmp_path / "model.gguf", Spec(attn=kind, n_embd=256, head_dim=64))
     with pytest.raises(HotcoldError, match=f"blk.0.attn_q.weight.*{kind.name}.*F32, F16, BF16, Q8_0, Q4_0.*convert"):
         load(path)
 

@@ -9,21 +9,42 @@ Small blocks use the same row kernels as single tokens; from PACK_TOKENS on, a p
 
 from numba import njit
 
-from hotcold.runtime.kernels.formats import BF16, F16, F32, PACK_TOKENS, Q4_0, Q4_0_BYTES, Q8_0, Q8_0_BYTES
+from hotcold.runtime.kernels.formats import (
+    BF16,
+    F16,
+    F32,
+    PACK_TOKENS,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+)
 from hotcold.runtime.kernels.rows import matvec, row1, row16
 from hotcold.runtime.kernels.simd import load_f32, store_f32, store_w, zero_w
 from hotcold.runtime.kernels.tiles import (
-    BYTE_BLOCK,
     FLOAT_ROWS,
     FLOAT_VECTORS,
     LANES,
     TILE_TOKENS,
+    WIDE_BLOCK,
     byte_tile,
+    byte_tile_halves,
+    byte_tile_minimum,
     float_tile,
     pack_bf16,
     pack_f16,
     pack_f32,
     pack_q4,
+    pack_q4_1,
+    pack_q4k,
+    pack_q5_0,
+    pack_q5_1,
+    pack_q5k,
+    pack_q6k,
     pack_q8,
 )
 
@@ -33,7 +54,7 @@ TILE_BYTES = 4 * TILE_TOKENS * FLOAT_ROWS
 
 def panel_bytes(cols: int) -> int:
     """Scratch that the product needs for a matrix of `cols` columns, per thread."""
-    return TILE_BYTES + max(4 * FLOAT_ROWS * (max(cols, DEPTH) + LANES), BYTE_BLOCK * (cols // 32 + 1))
+    return TILE_BYTES + max(4 * FLOAT_ROWS * (max(cols, DEPTH) + LANES), WIDE_BLOCK * (cols // 32 + 1))
 
 
 @njit
@@ -49,11 +70,33 @@ def finish(dst, y, bias, row, scale, add):
 @njit
 def pack_bytes(qt, a, stride, last, n, panel):
     """Byte panel (tiles.py) of rows 0..last of a quantized matrix."""
-    for b in range(n // 32):
-        if qt == Q8_0:
-            pack_q8(a + b * Q8_0_BYTES, stride, last, panel + b * BYTE_BLOCK)
-        else:
-            pack_q4(a + b * Q4_0_BYTES, stride, last, panel + b * BYTE_BLOCK)
+    if qt == Q8_0:
+        pack_q8(a, stride, last, n // 32, panel)
+    elif qt == Q4_0:
+        pack_q4(a, stride, last, n // 32, panel)
+    elif qt == Q4_1:
+        pack_q4_1(a, stride, last, n // 32, panel)
+    elif qt == Q5_0:
+        pack_q5_0(a, stride, last, n // 32, panel)
+    elif qt == Q5_1:
+        pack_q5_1(a, stride, last, n // 32, panel)
+    elif qt == Q4_K:
+        pack_q4k(a, stride, last, n // 32, panel)
+    elif qt == Q5_K:
+        pack_q5k(a, stride, last, n // 32, panel)
+    else:
+        pack_q6k(a, stride, last, n // 32, panel)
+
+
+@njit
+def multiply_bytes(qt, panel, n, xb, ldxb, last, out):
+    """One tile of sums from a byte panel of n columns: tokens 0..last."""
+    if qt == Q6_K:
+        byte_tile_halves(panel, n // 32, 4, xb, ldxb, last, out)
+    elif qt == Q8_0 or qt == Q4_0 or qt == Q5_0:
+        byte_tile(panel, n // 32, 16 if qt == Q8_0 else 1 if qt == Q4_0 else 2, xb, ldxb, last, out)
+    else:
+        byte_tile_minimum(panel, n // 32, 0, xb, ldxb, last, out)
 
 
 @njit
@@ -94,7 +137,7 @@ def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
     if n_tok < PACK_TOKENS:
         few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch)
         return
-    quantized = o.qt == Q8_0 or o.qt == Q4_0
+    quantized = not (o.qt == F32 or o.qt == F16 or o.qt == BF16)
     width = LANES if quantized else FLOAT_ROWS
     panel = scratch + TILE_BYTES
     for r in range(r0, r1, width):
@@ -106,7 +149,7 @@ def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
         for t in range(0, n_tok, TILE_TOKENS):
             tokens = min(TILE_TOKENS, n_tok - t)
             if quantized:
-                byte_tile(panel, o.cols // 32, 1 if o.qt == Q4_0 else 16, xb + t * ldxb, ldxb, tokens - 1, scratch)
+                multiply_bytes(o.qt, panel, o.cols, xb + t * ldxb, ldxb, tokens - 1, scratch)
             else:
                 float_tile(panel, o.cols, x + t * ldx, ldx, tokens - 1, scratch)
             for i in range(tokens):

@@ -3,8 +3,8 @@
 In: arrays; weights as the raw bytes of a file, uint8 [rows, row bytes]. Out: float64 arrays. Next: tests compare the
 kernels of the other modules with these.
 
-Only what defines the numbers is kept from the kernels: how weights are decoded, and that activations meet Q8_0 and
-Q4_0 rows as blocks of 32 int8. Orders of additions are not.
+Only what defines the numbers is kept from the kernels: how weights are decoded, and that activations meet rows of block
+formats as blocks of 32 int8. Orders of additions are not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from scipy.special import erf, expit
 from hotcold.runtime.kernels.formats import (
     ACT_BYTES,
     ACT_D,
+    ACT_DSUM,
+    ACT_HALF,
     ACT_SUM,
     ACT_SUMS,
     BF16,
@@ -22,8 +24,15 @@ from hotcold.runtime.kernels.formats import (
     F16,
     F32,
     Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
     Q8_0,
     QUANTIZED,
+    SUPER_BLOCK,
 )
 from hotcold.runtime.schema import DENSE_ACTIVATIONS
 
@@ -42,16 +51,61 @@ def decode(ggml_type: int, raw: Array, cols: int) -> Array:
         return raw.view(np.float16).astype(np.float64)
     if ggml_type == BF16:
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    blocks = raw.reshape(rows, cols // BLOCK, -1)
-    d = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16).astype(np.float64)  # [rows, blocks, 1]
+    if ggml_type in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1):
+        return _decode_blocks(ggml_type, raw.reshape(rows * cols // BLOCK, -1)).reshape(rows, cols)
+    if ggml_type in (Q4_K, Q5_K, Q6_K):
+        blocks = raw.reshape(rows * cols // SUPER_BLOCK, -1)
+        return (_decode_q6k(blocks) if ggml_type == Q6_K else _decode_q45k(ggml_type, blocks)).reshape(rows, cols)
+    raise ValueError(f"type {ggml_type} is not computed natively")
+
+
+def _halves(raw: Array) -> Array:
+    """f16 numbers: uint8 [n, 2k] -> float64 [n, k]."""
+    return np.ascontiguousarray(raw).view(np.float16).astype(np.float64)
+
+
+def _nibbles(raw: Array) -> Array:
+    """uint8 [n, k] -> [n, 2k]: all low nibbles, then all high ones."""
+    return np.concatenate([raw & 15, raw >> 4], axis=1)
+
+
+def _decode_blocks(ggml_type: int, blocks: Array) -> Array:
+    """Blocks of 32: uint8 [n, bytes] -> float64 [n, 32]."""
+    d = _halves(blocks[:, :2])
     if ggml_type == Q8_0:
-        values = blocks[:, :, 2:].view(np.int8).astype(np.float64)
-    elif ggml_type == Q4_0:  # low nibbles are the first 16 values, high nibbles the other 16; zero is 8
-        nibbles = np.concatenate([blocks[:, :, 2:] & 15, blocks[:, :, 2:] >> 4], axis=2)
-        values = nibbles.astype(np.float64) - 8
-    else:
-        raise ValueError(f"type {ggml_type} is not computed natively")
-    return (d * values).reshape(rows, cols)
+        return d * blocks[:, 2:].view(np.int8).astype(np.float64)
+    values = _nibbles(blocks[:, -16:]).astype(np.float64)
+    if ggml_type in (Q5_0, Q5_1):
+        values += 16 * np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
+    if ggml_type in (Q4_1, Q5_1):
+        return d * values + _halves(blocks[:, 2:4])
+    return d * (values - (8 if ggml_type == Q4_0 else 16))
+
+
+def _decode_q45k(ggml_type: int, blocks: Array) -> Array:
+    """Blocks of 256 as eight of 32, each with a scale and a minimum of 6 bits: uint8 [n, bytes] -> float64 [n, 256]."""
+    d, dmin = _halves(blocks[:, :2]), _halves(blocks[:, 2:4])
+    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate([a & 63, c & 15 | a >> 6 << 4], axis=1)
+    minimums = np.concatenate([b & 63, c >> 4 | b >> 6 << 4], axis=1)
+    low = blocks[:, -128:].reshape(-1, 4, 32)
+    values = np.stack([low & 15, low >> 4], axis=2).reshape(-1, 8, 32).astype(np.float64)
+    if ggml_type == Q5_K:  # bit j of byte i belongs to value i of the j-th 32
+        bits = np.unpackbits(blocks[:, 16:48, None], axis=2, bitorder="little")
+        values += 16.0 * bits.swapaxes(1, 2)
+    return ((d * scales)[:, :, None] * values - (dmin * minimums)[:, :, None]).reshape(-1, SUPER_BLOCK)
+
+
+def _decode_q6k(blocks: Array) -> Array:
+    """Blocks of 256 as sixteen of 16, each with a scale of 8 bits: uint8 [n, bytes] -> float64 [n, 256]."""
+    values = np.empty((len(blocks), 2, 4, 32))
+    for half in range(2):
+        low = blocks[:, 64 * half :][:, :64].reshape(-1, 2, 32)
+        high = blocks[:, 128 + 32 * half :][:, :32]
+        for k in range(4):
+            values[:, half, k] = (low[:, k % 2] >> 4 * (k // 2) & 15) + 16.0 * (high >> 2 * k & 3)
+    scales = _halves(blocks[:, 208:]) * blocks[:, 192:208].view(np.int8)
+    return (scales[:, :, None] * (values.reshape(-1, 16, 16) - 32)).reshape(-1, SUPER_BLOCK)
 
 
 def quantize(x: Array) -> tuple[Array, Array]:
@@ -75,7 +129,10 @@ def act_blocks(x: Array) -> Array:
     out[..., :ACT_SUMS] = q.view(np.uint8)
     out[..., ACT_SUMS:ACT_D] = sums.astype(np.int16).view(np.uint8)
     out[..., ACT_D:ACT_SUM] = d[..., None].view(np.uint8)
-    out[..., ACT_SUM : ACT_SUM + 4] = sums.sum(axis=-1, dtype=np.int32)[..., None].view(np.uint8)
+    total, half = sums.sum(axis=-1, dtype=np.int32), sums[..., :4].sum(axis=-1, dtype=np.int32)
+    out[..., ACT_SUM:ACT_DSUM] = total[..., None].view(np.uint8)
+    out[..., ACT_DSUM:ACT_HALF] = (d * (total / -8).astype(np.float32))[..., None].view(np.uint8)
+    out[..., ACT_HALF:] = half[..., None].view(np.uint8)
     return out.reshape(*x.shape[:-1], -1)
 
 

@@ -1,9 +1,10 @@
 """Row kernels: dot products with rows of a weight matrix, and sums of scaled rows, for every native format.
 
-In: addresses of rows and activations. Out: dot4, axpy4, matvec, row16. Next: blocks.py (many tokens), ffn.py.
+In: addresses of rows and activations. Out: dot4, axpy4, matvec, row16, row_part. Next: blocks.py (many tokens), ffn.py.
 
 Every dot product of one row has one order of additions, whichever rows it is computed beside: exact mode equals dense
-mode bit for bit because of that. Columns: any number for float formats, multiples of 32 for block formats.
+mode bit for bit because of that. Columns: any number for float formats, multiples of 32 for block formats, of 256 for
+those of superblocks.py.
 Activations: f32[n] at `x` for float formats, act blocks (formats.py) at `xb` for block formats.
 """
 
@@ -13,13 +14,37 @@ from numba import njit
 from hotcold.runtime.kernels.formats import (
     ACT_BYTES,
     ACT_D,
+    ACT_DSUM,
     ACT_SUMS,
     BF16,
     F16,
+    F32,
     Q4_0,
     Q4_0_BYTES,
+    Q4_1,
+    Q4_1_BYTES,
+    Q4_K,
+    Q4_K_BYTES,
+    Q5_0,
+    Q5_0_BYTES,
+    Q5_1,
+    Q5_1_BYTES,
+    Q5_K,
+    Q5_K_BYTES,
+    Q6_K,
+    Q6_K_BYTES,
     Q8_0,
     Q8_0_BYTES,
+    SUPER_BLOCK,
+)
+from hotcold.runtime.kernels.quants import (
+    dot_q4_1,
+    dot_q5_0,
+    dot_q5_1,
+    load_second,
+    part_q4_1,
+    part_q5_0,
+    part_q5_1,
 )
 from hotcold.runtime.kernels.simd import (
     add_w,
@@ -59,12 +84,23 @@ from hotcold.runtime.kernels.simd import (
     vzero,
     zero_w,
 )
+from hotcold.runtime.kernels.superblocks import (
+    axpy4_q4k,
+    axpy4_q5k,
+    axpy4_q6k,
+    dot4_q4k,
+    dot4_q5k,
+    dot4_q6k,
+    part_q4k,
+    part_q5k,
+    part_q6k,
+)
 
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
 # Bytes to prefetch ahead in rows read one after the other. Measured: without it the hardware follows the stream at
 # half the memory's speed; from 8 KiB on all formats reach 80 % of a plain read.
-AHEAD = 12288
+AHEAD = np.int64(12288)  # typed: an int would compile every kernel twice
 
 
 # ------------------------------------------------------------------ float formats
@@ -147,16 +183,16 @@ dot4_f16, axpy4_f16 = _float_format(load_wh, load_vh, load_f16, 2)
 dot4_bf16, axpy4_bf16 = _float_format(load_wb, load_vb, load_bf16, 2)
 
 
-# ------------------------------------------------------------------ block formats
+# ------------------------------------------------------------------ formats of blocks of 32
 
 
 @njit
-def _q8_block(a, q, sums, d, acc):
+def _q8_block(a, q, sums, d, dsum, acc):
     return fma(to_f32(dot_q8(sums, load_b32(a + 2), q)), vmul(splat(load_f16(a)), d), acc)
 
 
 @njit
-def _q4_block(a, q, sums, d, acc):
+def _q4_block(a, q, sums, d, dsum, acc):
     return fma(to_f32(dpbusd_small(sums, load_nibbles(a + 2), q)), vmul(splat(load_f16(a)), d), acc)
 
 
@@ -172,6 +208,15 @@ def _q4_scaled(a, c, lo, hi):
     return fma_w(low_nibble_w(bytes16), d, lo), fma_w(low_nibble_w(shr4w(bytes16)), d, hi)
 
 
+def _scaled(part):
+    @njit
+    def scaled(a, c, lo, hi):
+        d = splat_w(c)
+        return fma_w(part(a, 0), d, lo), fma_w(part(a, 1), d, hi)
+
+    return scaled
+
+
 def _block_format(block, scaled, size):
     @njit
     def dot4(a0, a1, a2, a3, p0, p1, p2, p3, n, xb):
@@ -179,32 +224,35 @@ def _block_format(block, scaled, size):
         s0, s1, s2, s3 = vzero(), vzero(), vzero(), vzero()
         t0, t1, t2, t3 = vzero(), vzero(), vzero(), vzero()
         for _ in range(n // 64):
-            prefetch_l2(a0 + p0)  # one line for two blocks (36 or 68 bytes)
+            prefetch_l2(a0 + p0)  # one line for two blocks (36 to 68 bytes)
             prefetch_l2(a1 + p1)
             prefetch_l2(a2 + p2)
             prefetch_l2(a3 + p3)
-            q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
-            s0 = block(a0, q, m, d, s0)
-            s1 = block(a1, q, m, d, s1)
-            s2 = block(a2, q, m, d, s2)
-            s3 = block(a3, q, m, d, s3)
+            q, m = load_b32(xb), load_s16(xb + ACT_SUMS)
+            d, e = load_dup(xb + ACT_D), load_second(xb + ACT_DSUM)
+            s0 = block(a0, q, m, d, e, s0)
+            s1 = block(a1, q, m, d, e, s1)
+            s2 = block(a2, q, m, d, e, s2)
+            s3 = block(a3, q, m, d, e, s3)
             xb += ACT_BYTES
-            q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
-            t0 = block(a0 + size, q, m, d, t0)
-            t1 = block(a1 + size, q, m, d, t1)
-            t2 = block(a2 + size, q, m, d, t2)
-            t3 = block(a3 + size, q, m, d, t3)
+            q, m = load_b32(xb), load_s16(xb + ACT_SUMS)
+            d, e = load_dup(xb + ACT_D), load_second(xb + ACT_DSUM)
+            t0 = block(a0 + size, q, m, d, e, t0)
+            t1 = block(a1 + size, q, m, d, e, t1)
+            t2 = block(a2 + size, q, m, d, e, t2)
+            t3 = block(a3 + size, q, m, d, e, t3)
             xb += ACT_BYTES
             a0 += 2 * size
             a1 += 2 * size
             a2 += 2 * size
             a3 += 2 * size
         if n % 64:
-            q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
-            s0 = block(a0, q, m, d, s0)
-            s1 = block(a1, q, m, d, s1)
-            s2 = block(a2, q, m, d, s2)
-            s3 = block(a3, q, m, d, s3)
+            q, m = load_b32(xb), load_s16(xb + ACT_SUMS)
+            d, e = load_dup(xb + ACT_D), load_second(xb + ACT_DSUM)
+            s0 = block(a0, q, m, d, e, s0)
+            s1 = block(a1, q, m, d, e, s1)
+            s2 = block(a2, q, m, d, e, s2)
+            s3 = block(a3, q, m, d, e, s3)
         return hsum(vadd(s0, t0)), hsum(vadd(s1, t1)), hsum(vadd(s2, t2)), hsum(vadd(s3, t3))
 
     @njit
@@ -232,6 +280,9 @@ def _block_format(block, scaled, size):
 
 dot4_q8, axpy4_q8 = _block_format(_q8_block, _q8_scaled, Q8_0_BYTES)
 dot4_q4, axpy4_q4 = _block_format(_q4_block, _q4_scaled, Q4_0_BYTES)
+dot4_q4_1, axpy4_q4_1 = _block_format(dot_q4_1, _scaled(part_q4_1), Q4_1_BYTES)
+dot4_q5_0, axpy4_q5_0 = _block_format(dot_q5_0, _scaled(part_q5_0), Q5_0_BYTES)
+dot4_q5_1, axpy4_q5_1 = _block_format(dot_q5_1, _scaled(part_q5_1), Q5_1_BYTES)
 
 
 # ------------------------------------------------------------------ dispatch: one branch chain per four rows
@@ -251,6 +302,18 @@ def dot4(qt, a0, a1, a2, a3, p0, p1, p2, p3, n, x, xb):
         return dot4_f16(a0, a1, a2, a3, p0, p1, p2, p3, n, x)
     if qt == BF16:
         return dot4_bf16(a0, a1, a2, a3, p0, p1, p2, p3, n, x)
+    if qt == Q4_1:
+        return dot4_q4_1(a0, a1, a2, a3, p0, p1, p2, p3, n, xb)
+    if qt == Q5_0:
+        return dot4_q5_0(a0, a1, a2, a3, p0, p1, p2, p3, n, xb)
+    if qt == Q5_1:
+        return dot4_q5_1(a0, a1, a2, a3, p0, p1, p2, p3, n, xb)
+    if qt == Q4_K:
+        return dot4_q4k(a0, a1, a2, a3, p0, p1, p2, p3, n, xb)
+    if qt == Q5_K:
+        return dot4_q5k(a0, a1, a2, a3, p0, p1, p2, p3, n, xb)
+    if qt == Q6_K:
+        return dot4_q6k(a0, a1, a2, a3, p0, p1, p2, p3, n, xb)
     return dot4_f32(a0, a1, a2, a3, p0, p1, p2, p3, n, x)
 
 
@@ -265,6 +328,18 @@ def axpy4(qt, a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc):
         axpy4_f16(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
     elif qt == BF16:
         axpy4_bf16(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
+    elif qt == Q4_1:
+        axpy4_q4_1(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
+    elif qt == Q5_0:
+        axpy4_q5_0(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
+    elif qt == Q5_1:
+        axpy4_q5_1(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
+    elif qt == Q4_K:
+        axpy4_q4k(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
+    elif qt == Q5_K:
+        axpy4_q5k(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
+    elif qt == Q6_K:
+        axpy4_q6k(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
     else:
         axpy4_f32(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc)
 
@@ -283,7 +358,49 @@ def row16(qt, a, i):
         return load_wh(a + 2 * i)
     if qt == BF16:
         return load_wb(a + 2 * i)
+    if qt == Q4_1:
+        return part_q4_1(a + i // 32 * Q4_1_BYTES, i // 16 % 2)
+    if qt == Q5_0:
+        return part_q5_0(a + i // 32 * Q5_0_BYTES, i // 16 % 2)
+    if qt == Q5_1:
+        return part_q5_1(a + i // 32 * Q5_1_BYTES, i // 16 % 2)
+    if qt == Q4_K:
+        return part_q4k(a, i)
+    if qt == Q5_K:
+        return part_q5k(a, i)
+    if qt == Q6_K:
+        return part_q6k(a, i)
     return load_w(a + 4 * i)
+
+
+@njit
+def part_unit(qt):
+    """Rows are divided at multiples of so many columns: whole blocks, and whole cache lines of f32."""
+    return SUPER_BLOCK if qt == Q4_K or qt == Q5_K or qt == Q6_K else 64
+
+
+@njit
+def row_part(qt, i):
+    """Bytes from the start of a row to its column i, a multiple of part_unit()."""
+    if qt == F32:
+        return 4 * i
+    if qt == F16 or qt == BF16:
+        return 2 * i
+    if qt == Q8_0:
+        return i // 32 * Q8_0_BYTES
+    if qt == Q4_0:
+        return i // 32 * Q4_0_BYTES
+    if qt == Q4_1:
+        return i // 32 * Q4_1_BYTES
+    if qt == Q5_0:
+        return i // 32 * Q5_0_BYTES
+    if qt == Q5_1:
+        return i // 32 * Q5_1_BYTES
+    if qt == Q4_K:
+        return i // SUPER_BLOCK * Q4_K_BYTES
+    if qt == Q5_K:
+        return i // SUPER_BLOCK * Q5_K_BYTES
+    return i // SUPER_BLOCK * Q6_K_BYTES
 
 
 @njit

@@ -6,7 +6,9 @@ A panel holds LANES = 16 rows of the weight matrix side by side: lane = row, so 
 scale a broadcast.
 
     float panel   [k][16] f32                                   (two of them side by side: [k][32])
-    byte panel    [k/32] x { [8][16][4] u8 values + offset, [16] f32 scale }
+    byte panel    [k/32] x { [8][16][4] u8 values, [16] f32 scale, [16] f32 second }
+
+What `second` is depends on the format: nothing (and absent), a minimum to add, or the scale of the last 16 columns.
 """
 
 from __future__ import annotations
@@ -14,9 +16,21 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from hotcold.runtime.kernels.formats import ACT_BYTES, ACT_D, ACT_SUM
+from hotcold.runtime.kernels.formats import ACT_BYTES, ACT_D, ACT_DSUM, ACT_HALF, ACT_SUM, Q4_0_BYTES, Q8_0_BYTES
+from hotcold.runtime.kernels.quants import (
+    Q4_1_BLOCK,
+    Q4_K_BLOCK,
+    Q5_0_BLOCK,
+    Q5_1_BLOCK,
+    Q5_K_BLOCK,
+    Q6_K_BLOCK,
+    Block,
+    SuperBlock,
+    block_values,
+)
 from hotcold.runtime.kernels.simd import (
     F32,
+    I8,
     I32,
     I64,
     WIDE,
@@ -38,7 +52,8 @@ LANES = 16
 TILE_TOKENS = 8 if WIDE else 4  # as many accumulators as the registers hold
 FLOAT_VECTORS = 2 if WIDE else 1  # panels of 16 rows side by side
 FLOAT_ROWS = LANES * FLOAT_VECTORS
-BYTE_BLOCK = 8 * 64 + 64  # bytes of one block of 32 columns in a byte panel
+SCALE, SECOND = 8 * 64, 8 * 64 + 64  # where they lie in a block of a byte panel
+BYTE_BLOCK, WIDE_BLOCK = SECOND, SECOND + 64  # bytes of such a block, without and with a second vector
 
 
 def _accumulators(b: ir.IRBuilder, ll: ir.VectorType, count: int) -> list:
@@ -69,29 +84,58 @@ def float_tile(b, panel, k, x, ldx, last, out):
         store(b, _add(b, out, 64 * i), b.load(cell))
 
 
-@emit(types.void, addr, types.int64, types.int32, addr, types.int64, types.int64, addr)
-def byte_tile(b, panel, blocks, zero_times, xb, ldx, last, out):
-    """out[t][16] = sum over blocks of (u8 panel . act block) * scales, t < TILE_TOKENS. ldx in bytes.
+def _byte_tile(minimum: bool = False, halves: bool = False):
+    """Tiles of formats with a zero point, with a minimum, or with a zero point and a scale per 16 columns."""
 
-    zero_times: 1 for values stored with an offset of 8, 16 for 128 (act blocks carry -8 * sum).
-    """
-    rows = [b.add(xb, b.mul(ldx, _smaller(b, t, last))) for t in range(TILE_TOKENS)]
-    cells = _accumulators(b, f32x16.ll, TILE_TOKENS)
-    with cgutils.for_range(b, blocks) as loop:
-        at = b.add(panel, b.mul(loop.index, I64(BYTE_BLOCK)))
-        weights = [load(b, _add(b, at, 64 * g), i8x64.ll) for g in range(8)]
-        scale = load(b, _add(b, at, 512), f32x16.ll)
-        for row, cell in zip(rows, cells, strict=True):
-            act = b.add(row, b.mul(loop.index, I64(ACT_BYTES)))
-            start = b.mul(load(b, _add(b, act, ACT_SUM), I32), zero_times)
-            sums = splat_value(b, start, LANES)
-            for g, weight in enumerate(weights):
-                four = splat_value(b, load(b, _add(b, act, 4 * g), I32), LANES)
-                sums = dpbusd_value(b, sums, weight, b.bitcast(four, i8x64.ll))
-            d = b.fmul(scale, splat_value(b, load(b, _add(b, act, ACT_D), F32), LANES))
-            b.store(fma_value(b, b.sitofp(sums, f32x16.ll), d, b.load(cell)), cell)
-    for i, cell in enumerate(cells):
-        store(b, _add(b, out, 64 * i), b.load(cell))
+    @emit(types.void, addr, types.int64, types.int32, addr, types.int64, types.int64, addr)
+    def byte_tile(b, panel, blocks, zero_times, xb, ldx, last, out):
+        """out[t][16] = sum over blocks of (u8 panel . act block) * scales, t < TILE_TOKENS. ldx in bytes.
+
+        zero_times: the zero point by 8, as act blocks carry -8 * sum; unused with a minimum.
+        """
+        rows = [b.add(xb, b.mul(ldx, _smaller(b, t, last))) for t in range(TILE_TOKENS)]
+        cells = _accumulators(b, f32x16.ll, TILE_TOKENS)
+        with cgutils.for_range(b, blocks) as loop:
+            at = b.add(panel, b.mul(loop.index, I64(WIDE_BLOCK if minimum or halves else BYTE_BLOCK)))
+            weights = [load(b, _add(b, at, 64 * g), i8x64.ll) for g in range(8)]
+            scale = load(b, _add(b, at, SCALE), f32x16.ll)
+            second = load(b, _add(b, at, SECOND), f32x16.ll) if minimum or halves else None
+            for row, cell in zip(rows, cells, strict=True):
+                act = b.add(row, b.mul(loop.index, I64(ACT_BYTES)))
+                total, d = b.load(cell), _splat_at(b, _add(b, act, ACT_D))
+                if minimum:
+                    sums = ir.Constant(i32x16.ll, None)
+                    total = fma_value(b, second, _splat_at(b, _add(b, act, ACT_DSUM)), total)
+                    total = _products(b, sums, weights, act, 0, b.fmul(scale, d), total)
+                elif halves:
+                    whole, first = (load(b, _add(b, act, at), I32) for at in (ACT_SUM, ACT_HALF))
+                    starts = [splat_value(b, b.mul(s, zero_times), LANES) for s in (first, b.sub(whole, first))]
+                    total = _products(b, starts[0], weights[:4], act, 0, b.fmul(scale, d), total)
+                    total = _products(b, starts[1], weights[4:], act, 4, b.fmul(second, d), total)
+                else:
+                    start = b.mul(load(b, _add(b, act, ACT_SUM), I32), zero_times)
+                    sums = splat_value(b, start, LANES)
+                    total = _products(b, sums, weights, act, 0, b.fmul(scale, d), total, most=255)
+                b.store(total, cell)
+        for i, cell in enumerate(cells):
+            store(b, _add(b, out, 64 * i), b.load(cell))
+
+    return byte_tile
+
+
+def _splat_at(b: ir.IRBuilder, a):
+    return splat_value(b, load(b, a, F32), LANES)
+
+
+def _products(b: ir.IRBuilder, sums, weights: list, act, first: int, scale, total, most: int = 63):
+    """total + scale * (sums + weights . values 4 * first.. of an act block); most: what no weight exceeds."""
+    for g, weight in enumerate(weights, first):
+        four = splat_value(b, load(b, _add(b, act, 4 * g), I32), LANES)
+        sums = dpbusd_value(b, sums, weight, b.bitcast(four, i8x64.ll), most)
+    return fma_value(b, b.sitofp(sums, f32x16.ll), scale, total)
+
+
+byte_tile, byte_tile_minimum, byte_tile_halves = _byte_tile(), _byte_tile(minimum=True), _byte_tile(halves=True)
 
 
 def _smaller(b: ir.IRBuilder, t: int, last):
@@ -123,37 +167,75 @@ def _float_packer(row_loader):
     return pack
 
 
-def _byte_packer(decode):
-    @emit(types.void, addr, types.int64, types.int64, addr)
-    def pack(b, a, stride, last, dst):
-        """One block of 32 columns of 16 rows at `a` -> one block of a byte panel at dst."""
-        rows, scales = [], ir.Constant(f32x16.ll, ir.Undefined)
-        for r in range(LANES):
-            at = b.add(a, b.mul(stride, _smaller(b, r, last)))
-            half = load(b, at, ir.HalfType())
-            scales = b.insert_element(scales, b.fpext(half, F32), I32(r))
-            dwords = b.bitcast(decode(b, _add(b, at, 2)), ir.VectorType(I32, 8))
-            rows.append(shuffle(b, dwords, dwords, [i % 8 for i in range(16)]))
-        for g, group in enumerate(_transpose(b, rows)[:8]):
-            store(b, _add(b, dst, 64 * g), group)
-        store(b, _add(b, dst, 512), scales)
+def _pack_values(b: ir.IRBuilder, rows: list, dst) -> None:
+    """<32 x i8> of each of 16 rows -> [8][16][4] u8."""
+    words = [b.bitcast(row, ir.VectorType(I32, 8)) for row in rows]
+    wide = [shuffle(b, row, row, [i % 8 for i in range(16)]) for row in words]
+    for g, group in enumerate(_transpose(b, wide)[:8]):
+        store(b, _add(b, dst, 64 * g), group)
+
+
+def _rows_at(b: ir.IRBuilder, a, stride, last) -> list:
+    return [b.add(a, b.mul(stride, _smaller(b, r, last))) for r in range(LANES)]
+
+
+def _byte_packer(decode, size: int, minimum: bool = False):
+    """decode(b, address of a block) -> its 32 unsigned values. Returns pack(a, stride, last, blocks, panel)."""
+
+    @emit(types.void, addr, types.int64, types.int64, types.int64, addr)
+    def pack(b, a, stride, last, blocks, panel):
+        """A byte panel of `blocks` blocks of 32 columns of 16 rows at `a`."""
+        with cgutils.for_range(b, blocks) as loop:
+            dst = b.add(panel, b.mul(loop.index, I64(WIDE_BLOCK if minimum else BYTE_BLOCK)))
+            starts = _rows_at(b, b.add(a, b.mul(loop.index, I64(size))), stride, last)
+            _pack_values(b, [decode(b, at) for at in starts], dst)
+            for offset, place in ((0, SCALE), (2, SECOND))[: 1 + minimum]:
+                v = ir.Constant(f32x16.ll, ir.Undefined)
+                for r, at in enumerate(starts):
+                    half = load(b, _add(b, at, offset), ir.HalfType())
+                    v = b.insert_element(v, b.fpext(half, F32), I32(r))
+                store(b, _add(b, dst, place), v)
+
+    return pack
+
+
+def _super_packer(f: SuperBlock):
+    """The same for formats of 256 columns: the sixteen numbers of a block (scales, minimums) are turned as a whole."""
+
+    @emit(types.void, addr, types.int64, types.int64, types.int64, addr)
+    def pack(b, a, stride, last, blocks, panel):
+        with cgutils.for_range(b, b.lshr(blocks, I64(3))) as outer:
+            to = b.add(panel, b.mul(outer.index, I64(8 * WIDE_BLOCK)))
+            starts = _rows_at(b, b.add(a, b.mul(outer.index, I64(f.size))), stride, last)
+            for i, numbers in enumerate(_transpose(b, [f.scales(b, at) for at in starts])):
+                block, second = (i % 8, i // 8) if f.minimum else (i // 2, i % 2)
+                store(b, _add(b, to, block * WIDE_BLOCK + (SECOND if second else SCALE)), numbers)
+            with cgutils.for_range(b, I64(8)) as inner:
+                values = [f.thirty_two(b, at, inner.index) for at in starts]
+                _pack_values(b, values, b.add(to, b.mul(inner.index, I64(WIDE_BLOCK))))
 
     return pack
 
 
 def _decode_q8(b, a):
-    v = load(b, a, ir.VectorType(ir.IntType(8), 32))
+    v = load(b, _add(b, a, 2), ir.VectorType(I8, 32))
     return b.xor(v, const(v.type, [128] * 32))
 
 
 def _decode_q4(b, a):
-    v = load(b, a, ir.VectorType(ir.IntType(8), 16))
+    v = load(b, _add(b, a, 2), ir.VectorType(I8, 16))
     low = b.and_(v, const(v.type, [15] * 16))
     high = b.lshr(v, const(v.type, [4] * 16))
     return shuffle(b, low, high, list(range(32)))
 
 
-pack_q8, pack_q4 = _byte_packer(_decode_q8), _byte_packer(_decode_q4)
+def _block_packer(f: Block):
+    return _byte_packer(lambda b, a: block_values(b, f, a), f.size, f.minimum)
+
+
+pack_q8, pack_q4 = _byte_packer(_decode_q8, Q8_0_BYTES), _byte_packer(_decode_q4, Q4_0_BYTES)
+pack_q4_1, pack_q5_0, pack_q5_1 = (_block_packer(f) for f in (Q4_1_BLOCK, Q5_0_BLOCK, Q5_1_BLOCK))
+pack_q4k, pack_q5k, pack_q6k = (_super_packer(f) for f in (Q4_K_BLOCK, Q5_K_BLOCK, Q6_K_BLOCK))
 
 _H16, _S16 = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
 

@@ -8,7 +8,8 @@ import math
 import numpy as np
 from numba import njit
 
-from hotcold.runtime.kernels.formats import ACT_BYTES, ACT_D, ACT_SUM, ACT_SUMS
+from hotcold.runtime.kernels.formats import ACT_BYTES, ACT_D, ACT_DSUM, ACT_HALF, ACT_SUM, ACT_SUMS
+from hotcold.runtime.kernels.quants import first_half
 from hotcold.runtime.kernels.rows import ONE, ZERO
 from hotcold.runtime.kernels.simd import (
     add_w,
@@ -66,6 +67,7 @@ _C0, _C1, _C2, _C3, _C4, _C5 = (
 _EXP_MIN, _EXP_MAX = np.float32(-87.0), np.float32(88.0)
 _SQRT_2_OVER_PI, _GELU_C, _SQRT_HALF = np.float32(0.7978845608028654), np.float32(0.044715), np.float32(0.70710678118)
 _HALF = np.float32(0.5)
+_MINUS_EIGHTH = np.float32(-0.125)
 _INV_127, _127 = np.float32(1.0 / 127.0), np.float32(127.0)
 
 
@@ -197,7 +199,10 @@ def quantize(x, dst, n):
         o = dst + ACT_BYTES * i
         m = ineg(dpbusd_small(izero(), eights(), load_b32(o)))
         store_s16(o + ACT_SUMS, m)
-        store_i32(o + ACT_SUM, isum(m))
+        total = isum(m)
+        store_i32(o + ACT_SUM, total)
+        store_i32(o + ACT_HALF, first_half(m))
+        store_f32(o + ACT_DSUM, _MINUS_EIGHTH * np.float32(total) * load_f32(o + ACT_D))
 
 
 @njit

@@ -14,8 +14,8 @@ from numba import njit
 from hotcold.runtime.kernels.attention import QUERIES, attend, attend_block, store_cache
 from hotcold.runtime.kernels.blocks import few_tokens, matmul, matmul_columns
 from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
-from hotcold.runtime.kernels.formats import BF16, F16, F32, PACK_TOKENS, Q4_0_BYTES, Q8_0, Q8_0_BYTES
-from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec
+from hotcold.runtime.kernels.formats import F32, PACK_TOKENS
+from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec, part_unit, row_part
 from hotcold.runtime.kernels.simd import (
     flush_denormals,
     load_f32,
@@ -218,13 +218,8 @@ def _activate(o, t, n_threads, n_tok):
 @njit
 def _columns(o, t, n_threads, n_tok, own):
     """Product with a matrix that has one row per input; aux, aux2: private lists."""
-    c0, c1 = share(o.rows, 64, t, n_threads)
-    if o.qt == F32:
-        offset = 4 * c0
-    elif o.qt == F16 or o.qt == BF16:
-        offset = 2 * c0
-    else:
-        offset = c0 // 32 * (Q8_0_BYTES if o.qt == Q8_0 else Q4_0_BYTES)
+    c0, c1 = share(o.rows, part_unit(o.qt), t, n_threads)
+    offset = row_part(o.qt, c0)
     for i in range(n_tok):
         active_columns(o, c0, c1, offset, o.src + own + i * o.ld_src, o.aux + own, o.aux2 + own, o.dst + i * o.ld_dst)
 

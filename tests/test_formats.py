@@ -1,0 +1,89 @@
+"""Whole models in every block format: stock files run without being quantized again, and exact equals dense.
+
+In: small models with rows of whole super-blocks. The truth is kernels/reference.py on the file's own bytes; that it
+decodes as the gguf package does is shown in test_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from small_models import Reference, Spec, all_of, write_model
+
+from hotcold.runtime.engine import Engine
+from hotcold.runtime.kernels import formats
+
+TOKENS = [(7 * i + i * i) % 101 for i in range(21)]
+WIDE: dict[str, Any] = {"n_embd": 256, "head_dim": 64, "n_ff": 256, "n_ctx": 32}
+NEW = [Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+# What llama.cpp's Q4_K_M and Q5_0 files hold: the output matrix, some values and the embedding in more bits.
+Q4_K_M = {"attn": Type.Q4_K, "key": Type.Q4_K, "value": Type.Q6_K, "embd": Type.Q4_K, "head": Type.Q6_K}
+Q5_K_M = {"attn": Type.Q5_K, "key": Type.Q5_K, "value": Type.Q6_K, "embd": Type.Q5_K, "head": Type.Q6_K}
+Q5_0 = {"attn": Type.Q5_0, "key": Type.Q5_0, "value": Type.Q5_1, "embd": Type.Q5_0, "head": Type.Q6_K}
+MIXED = {"attn": Type.Q6_K, "key": Type.Q4_K, "value": Type.Q4_K, "embd": Type.Q4_1, "head": None}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    def get(**fields: Any) -> Path:
+        return write_model(tmp_path_factory.mktemp("wide") / "wide.gguf", Spec(**(WIDE | fields)))
+
+    return get
+
+
+def logits(path: Path, one_by_one: bool, **options: Any) -> np.ndarray:
+    with Engine.open(path, **({"threads": 2, "kv_type": "f32"} | options)) as engine:
+        if one_by_one:
+            return np.array([engine.forward([token]) for token in TOKENS])
+        return engine.forward(TOKENS, "all")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"layout": layout} | all_of(kind) for layout in ("stock", "neuron-split") for kind in NEW),
+        *({"layout": "stock", "activation": "silu"} | kinds for kinds in (Q4_K_M, Q5_K_M, Q5_0)),
+        {"gated": False, "biases": True} | MIXED,
+    ],
+    ids=lambda f: "-".join(getattr(v, "name", str(v)) for v in f.values())[:60],
+)
+def test_logits(fields: dict[str, Any], model: Any) -> None:
+    path = model(**fields)
+    want, _ = Reference(path, np.float32).logits(TOKENS)
+    for got in (logits(path, False), logits(path, True, threads=3)):
+        # Where the rounding of an activation to int8 falls to the other side, all later layers see it.
+        errors = np.abs(got - want).max(axis=1) / np.abs(want).max(axis=1)
+        assert errors.max() < 3e-2 and np.quantile(errors, 0.25) < 2e-5
+
+
+@pytest.mark.parametrize("kinds", [*map(all_of, NEW), MIXED], ids=[*(t.name for t in NEW), "mixed"])
+def test_exact_equals_dense_and_threads_share_alike(kinds: dict[str, Type], model: Any) -> None:
+    path = model(patterns=("off", "on", "mixed", "free"), n_ff=(100, 33, 333, 257), **kinds)
+    for threads in (1, 3):
+        exact, dense = (logits(path, True, threads=threads, sparsity=mode) for mode in ("exact", "dense"))
+        assert np.array_equal(exact.view(np.uint32), dense.view(np.uint32))
+    stock = model(layout="stock", **kinds)
+    for one_by_one in (False, True):
+        one, two, five = (logits(stock, one_by_one, threads=n).view(np.uint32) for n in (1, 2, 5))
+        assert np.array_equal(one, two) and np.array_equal(one, five)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K, Type.Q5_1], ids=lambda t: t.name)
+def test_matrices_by_input_column(kind: Type, model: Any) -> None:
+    """Threads divide rows at whole blocks; there are fewer blocks than threads here."""
+    path = model(norm_relu=(True, True), layout="neuron-split", **(all_of(kind) | {"n_ff": 512}))
+    want, _ = Reference(path, np.float32).logits(TOKENS)
+    for threads in (1, 4):
+        exact, dense = (logits(path, True, threads=threads, sparsity=mode) for mode in ("exact", "dense"))
+        assert np.array_equal(exact.view(np.uint32), dense.view(np.uint32))
+        errors = np.abs(exact - want).max(axis=1) / np.abs(want).max(axis=1)
+        assert errors.max() < 3e-2 and np.quantile(errors, 0.25) < 2e-5
+
+
+def test_every_quantized_format_is_tested_here_or_in_test_engine() -> None:
+    assert set(formats.QUANTIZED) == {int(t) for t in (Type.Q8_0, Type.Q4_0, *NEW)}
