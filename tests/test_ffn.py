@@ -113,7 +113,7 @@ def test_a_key_at_the_threshold_is_off() -> None:
     for activation, threshold in (("relu", 0.0), ("fatrelu", 0.5), ("fatrelu", -0.25)):
         ffn = make(rng, activation, True, (formats.F32, formats.F32), 5, 16)
         ffn.key[:] = 0
-        up = np.nextafter(np.float32(threshold), np.float32(1))
+        up = np.nextafter(np.float32(threshold), np.float32(1)) if threshold else np.finfo(np.float32).tiny
         ffn.key_bias = np.array([threshold, up, -1, threshold - 1, 2], np.float32)
         ffn.threshold = threshold
         counts = check(ffn, rng.standard_normal(16).astype(np.float32), 1, 2e-5)

@@ -76,7 +76,7 @@ def test_exact_equals_dense_and_threads_share_alike(kinds: dict[str, Type], mode
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K, Type.Q5_1], ids=lambda t: t.name)
 def test_matrices_by_input_column(kind: Type, model: Any) -> None:
     """Threads divide rows at whole blocks; there are fewer blocks than threads here."""
-    path = model(norm_relu=(True, True), layout="neuron-split", **(all_of(kind) | {"n_ff": 512}))
+    path = model(norm_relu=(True, True), layout="neuron-split", n_ff=512, n_head_kv=4, **all_of(kind))
     want, _ = Reference(path, np.float32).logits(TOKENS)
     for threads in (1, 4):
         exact, dense = (logits(path, True, threads=threads, sparsity=mode) for mode in ("exact", "dense"))

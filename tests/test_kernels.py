@@ -45,6 +45,7 @@ from hotcold.runtime.kernels.vector import ACTIVATION_CODES
 
 LENGTHS = (1, 7, 8, 15, 16, 31, 64, 72, 100, 576)
 BLOCK_LENGTHS = (32, 64, 96, 576, 1056)
+TINY = np.finfo(np.float32).tiny  # kernels take smaller numbers for 0
 ROUNDING = 3e-6  # relative to the sum of absolute values: sums in float32 of up to a few thousand random terms
 
 
@@ -63,9 +64,16 @@ def is_super(ggml_type: int) -> bool:
     return block_length(ggml_type) == formats.SUPER_BLOCK
 
 
+MINIMUM = (formats.Q4_1, formats.Q5_1, formats.Q4_K, formats.Q5_K)
+
+
 def magnitude(ggml_type: int, raw: np.ndarray, x: np.ndarray) -> np.ndarray:
     """What the rounding of a product is relative to: [n_tok, rows]."""
-    size: np.ndarray = np.abs(reference.seen(ggml_type, x)) @ np.abs(reference.decode(ggml_type, raw, x.shape[1])).T
+    weights = np.abs(reference.decode(ggml_type, raw, x.shape[1]))
+    if ggml_type in MINIMUM:  # a weight is the sum of two numbers, which may be larger than it
+        largest = weights.reshape(len(raw), -1, formats.BLOCK).max(axis=-1)
+        weights = 3 * np.repeat(largest, formats.BLOCK, axis=1)
+    size: np.ndarray = np.abs(reference.seen(ggml_type, x)) @ weights.T
     return size
 
 
@@ -101,6 +109,7 @@ def test_every_value_of_every_format_is_decoded_exactly(ggml_type: int, runner: 
     want = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(ggml_type)).reshape(1, -1)
     cols = want.size
     assert np.array_equal(reference.decode(ggml_type, raw, cols).astype(np.float32), want)
+    want = np.where(np.abs(want) < TINY, 0, want)
     out = canaries(1, cols + 4)
     token = np.zeros(1, np.int64)
     op = record(walk.EMBED, qt=ggml_type, w=raw, stride=raw.shape[1], cols=cols, dst=out, ld_dst=out.strides[0])
@@ -332,7 +341,8 @@ def test_quantization_is_the_reference_bit_for_bit(runner: Runner, rng: np.rando
     x[2, :32] = np.where(np.arange(32) == 0, 127, np.arange(32) - 15.5)
     x[3] = 5e-39
     got, want = quantized(runner, x), reference.act_blocks(x).reshape(40, 3, formats.ACT_BYTES)
-    assert np.array_equal(got, want)
+    normal = np.arange(40) != 3
+    assert np.array_equal(got[normal], want[normal])
     q, _, d, _ = fields(got[3])
     assert (np.abs(q * d[:, None].astype(np.float64) - 5e-39) <= 5e-39).all()
 
@@ -387,7 +397,7 @@ def test_activations(activation: str, gated: bool, n: int, runner: Runner, rng: 
     size = np.abs(want) + (np.abs(keys) * 0.1 if activation in ("gelu", "gelu_tanh") else 0) + 1e-30
     assert close(wide_keys[:, :n], want, size, 2e-6)
     if activation in ("relu", "fatrelu", "drelu", "relu2"):
-        assert np.array_equal(wide_keys[:, :n] != 0, want.astype(np.float32) != 0)
+        assert np.array_equal(wide_keys[:, :n] != 0, np.abs(want) >= TINY)
 
 
 # ------------------------------------------------------------------ attention

@@ -131,7 +131,8 @@ def act_blocks(x: Array) -> Array:
     out[..., ACT_D:ACT_SUM] = d[..., None].view(np.uint8)
     total, half = sums.sum(axis=-1, dtype=np.int32), sums[..., :4].sum(axis=-1, dtype=np.int32)
     out[..., ACT_SUM:ACT_DSUM] = total[..., None].view(np.uint8)
-    out[..., ACT_DSUM:ACT_HALF] = (d * (total / -8).astype(np.float32))[..., None].view(np.uint8)
+    with np.errstate(invalid="ignore"):
+        out[..., ACT_DSUM:ACT_HALF] = (d * (total / -8).astype(np.float32))[..., None].view(np.uint8)
     out[..., ACT_HALF:] = half[..., None].view(np.uint8)
     return out.reshape(*x.shape[:-1], -1)
 
