@@ -3,11 +3,20 @@
 In: tensors of a StockModel and `--outtype`. Out: types, with the reasons in the Report.
 Next: neuron_split.py, stock.py.
 
-`auto` keeps what the source has wherever that loses nothing. What must change:
+`auto` keeps what the source has wherever that loses nothing: types the runtime computes with stay byte for byte. What
+must change:
 - a quantized down matrix has its blocks along the other axis, so it is quantized again, and the up rows that share
-  its tensor with it: as Q8_0, or as F16 where it has outliers. scripts/measure_requant.py measures why: nearly all of
-  Q8_0's cost comes from the few layers whose down matrix has an outlier that spoils the block it falls into;
-- types the runtime does not compute with (Q4_1, the K-quants, ...) become Q8_0.
+  its tensor with it: as Q8_0, or as F16 where it has outliers, whatever the source's type. Measured on SmolLM2 (467
+  tokens; `scripts/measure_requant.py` repeats it for the types a model's width allows), KL divergence from the source:
+
+      source   down matrices again as   Q8_0 (or F16)   Q8_0 alone   Q5_1     Q5_0     Q4_K     source from its F16
+      Q4_K_M                            5.7e-4          2.3e-3       9.9e-3   1.8e-2   3.6e-2   5.5e-2
+      Q5_K_M                            6.2e-4          2.6e-3       1.2e-2   2.0e-2   4.0e-2   9.0e-2
+
+  A second time in 4 or 5 bits costs a good part of the first. Q8_0 costs a hundredth, and nearly all of that comes
+  from the few layers whose down matrix has an outlier that spoils the block it falls into. Its bytes are those of
+  neurons that fire; who wants them smaller says so (`--outtype q4_k`).
+- types the runtime does not compute with (Q3_K, IQ4_XS, ...) become Q8_0.
 """
 
 from __future__ import annotations
@@ -15,19 +24,21 @@ from __future__ import annotations
 import math
 import re
 
+import gguf
 import numpy as np
 
 from hotcold.convert.lazy import FLOAT_TYPES, LazyTensor, QType, to_float32
-from hotcold.convert.precision import Report
+from hotcold.convert.precision import BLOCK_MAX, Report
 from hotcold.runtime.kernels import formats
 
-OUTTYPES = {"f32": QType.F32, "f16": QType.F16, "bf16": QType.BF16, "q8_0": QType.Q8_0, "q4_0": QType.Q4_0}
+OUTTYPES = {"f32": QType.F32, "f16": QType.F16, "bf16": QType.BF16, "q8_0": QType.Q8_0, "q4_0": QType.Q4_0,
+            "q4_k": QType.Q4_K}
+FOUR_BITS = (QType.Q4_0, QType.Q4_K)
 EMBEDDINGS = ("token_embd.weight", "output.weight")
 TURNED = "turning a matrix moves its blocks to the other axis"
 # Largest magnitude of a down matrix in standard deviations, from which Q8_0 is too coarse for it. SmolLM2-135M (Q4_1):
 # 4 of 30 layers are above, and keeping them in F16 takes the KL divergence from 2.5e-3 to 4.2e-4 for 5 % more bytes.
 OUTLIER = 25.0
-BLOCK = 32  # columns per block of Q8_0 and Q4_0
 
 
 def keeps_f32(name: str, shape: tuple[int, ...]) -> bool:
@@ -41,9 +52,12 @@ def plain_type(t: LazyTensor, outtype: str, auto: QType | None, report: Report) 
         return QType.F32
     if outtype != "auto":
         wanted = OUTTYPES[outtype]
-        if wanted == QType.Q4_0 and t.name in EMBEDDINGS:
+        if wanted in FOUR_BITS and t.name in EMBEDDINGS:
+            if t.qtype in formats.NATIVE and t.qtype not in FLOAT_TYPES:
+                report.note(f"{outtype}: {t.name} stays {t.qtype.name}, as it is in the source")
+                return t.qtype
             wanted = QType.Q8_0
-            report.note("q4_0: token embedding and output matrix are stored as Q8_0 (4 bits cost too much there)")
+            report.note(f"{outtype}: token embedding and output matrix are stored as Q8_0 (4 bits cost too much there)")
     elif auto is not None:
         wanted = auto
     elif t.was is not None:
@@ -80,7 +94,7 @@ def turned_type(turned: LazyTensor, row_mate: LazyTensor | None, outtype: str, a
 
 def _again(t: LazyTensor, what: str, report: Report) -> QType:
     """Type for values that are quantized a second time, along the other axis."""
-    report.note(f"auto: {what} are quantized again, as Q8_0: {TURNED}")
+    report.note(f"auto: {what} are quantized again, as Q8_0: {TURNED} (--outtype q4_k: half the bytes, but coarse)")
     if outlier_ratio(t) <= OUTLIER:
         return QType.Q8_0
     report.outlier_layers.append(int(t.name.split(".")[1]))
@@ -101,9 +115,20 @@ def outlier_ratio(t: LazyTensor) -> float:
 
 
 def fits(name: str, columns: int, wanted: QType, report: Report) -> QType:
-    """`wanted`, or F16 where rows do not divide into its blocks (as llama.cpp does)."""
-    if wanted in FLOAT_TYPES or columns % BLOCK == 0:
+    """`wanted`, or where rows do not divide into its blocks Q5_0 instead of Q4_K, then F16 (as llama.cpp does)."""
+    block = gguf.GGML_QUANT_SIZES[wanted][0]
+    if columns % block == 0:
         return wanted
+    other = QType.Q5_0 if wanted == QType.Q4_K and columns % gguf.GGML_QUANT_SIZES[QType.Q5_0][0] == 0 else QType.F16
     part = re.sub(r"^blk\.\d+\.", "", name)  # one note for all layers
-    report.note(f"{part}: F16 instead of {wanted.name}, as rows of {columns} do not divide into blocks of {BLOCK}")
-    return QType.F16
+    report.note(f"{part}: {other.name} instead of {wanted.name}, as rows of {columns} do not divide into blocks of "
+                f"{block}")
+    return other
+
+
+def writable(t: LazyTensor, qtype: QType, what: str, report: Report) -> QType:
+    """`qtype`, or Q8_0 where it can only be read, for values that are to be changed."""
+    if qtype in FLOAT_TYPES or qtype in BLOCK_MAX:
+        return qtype
+    report.note(f"{qtype.name} tensors that {what} become Q8_0")
+    return fits(t.name, t.shape[-1], QType.Q8_0, report)

@@ -20,9 +20,9 @@ import numpy as np
 from gguf import GGUFValueType
 
 from hotcold.convert.checkpoint import Checkpoint
-from hotcold.convert.lazy import LazyTensor, QType, from_array, to_float32
+from hotcold.convert.lazy import FLOAT_TYPES, LazyTensor, QType, from_array, to_float32
 from hotcold.convert.model import Metadata, StockModel, array, u32
-from hotcold.convert.precision import Report, cast
+from hotcold.convert.precision import BLOCK_MAX, Report, cast
 from hotcold.convert.relufy_fit import LayerFit
 from hotcold.runtime import schema
 from hotcold.runtime.atomic import MARGIN
@@ -113,15 +113,16 @@ def _neuron_count(model: StockModel, n_ff: list[int]) -> Metadata:
 def extended(t: LazyTensor, rows: np.ndarray, report: Report, change: np.ndarray | None = None) -> LazyTensor:
     """`t`, to which `change` may be added, with float32 rows (or, of a vector, elements) behind its own.
 
-    The type stays where the runtime computes with it; others become Q8_0, as convert would make them.
+    The type stays where the runtime computes with it and rows can be written in it. Others become Q8_0, and so do
+    quantized rows that change: quantizing them again in 4 bits would cost as much as the first time.
     """
     new = from_array(t.name, rows, QType.F32, rows.shape, "new")
     own = t
     if change is not None:
         own = replace(t, qtype=QType.F32, read_columns=None,
                       read=lambda a, b: to_float32(t.read(a, b), t.qtype) + change[a:b])
-    native = int(t.qtype) in formats.NATIVE
-    qtype = t.qtype if native else QType.F32 if t.qtype == QType.F64 or t.shape[-1] % 32 else QType.Q8_0
+    kept = t.qtype in formats.NATIVE and (t.qtype in FLOAT_TYPES or (change is None and t.qtype in BLOCK_MAX))
+    qtype = t.qtype if kept else QType.F32 if t.qtype == QType.F64 or t.shape[-1] % 32 else QType.Q8_0
     own, new = cast(own, qtype, report), cast(new, qtype, report)
 
     def read(a: int, b: int) -> np.ndarray:

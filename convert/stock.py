@@ -9,7 +9,7 @@ from gguf import GGUFValueType
 
 from hotcold.convert.lazy import LazyTensor, scaled
 from hotcold.convert.model import Metadata, StockModel, array, string, u32
-from hotcold.convert.outtype import plain_type
+from hotcold.convert.outtype import plain_type, writable
 from hotcold.convert.precision import Report, cast
 from hotcold.convert.target import Target
 from hotcold.runtime import schema
@@ -29,7 +29,9 @@ def to_stock(model: StockModel, outtype: str, relu_as_silu: int | None, report: 
     for name, t in model.tensors.items():
         part = name.split(".", 2)[2] if name.startswith("blk.") else ""
         qtype = plain_type(t, outtype, model.auto_type, report)
-        value = scaled(t, factors[part]) if part in factors else t
+        value = t
+        if part in factors:
+            qtype, value = writable(t, qtype, "are scaled", report), scaled(t, factors[part])
         tensors.append(cast(value, qtype, report, measure=t.was is not None))
     metadata = model.metadata | _activation_metadata(model, relu_as_silu, report)
     _warn_of_ignored_keys(model, report)

@@ -16,7 +16,10 @@ from hotcold.convert.model import Metadata, check_fits, u32
 FILE_TYPES = {
     QType.F32: gguf.LlamaFileType.ALL_F32, QType.F16: gguf.LlamaFileType.MOSTLY_F16,
     QType.BF16: gguf.LlamaFileType.MOSTLY_BF16, QType.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
-    QType.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0,
+    QType.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0, QType.Q4_1: gguf.LlamaFileType.MOSTLY_Q4_1,
+    QType.Q5_0: gguf.LlamaFileType.MOSTLY_Q5_0, QType.Q5_1: gguf.LlamaFileType.MOSTLY_Q5_1,
+    QType.Q4_K: gguf.LlamaFileType.MOSTLY_Q4_K_M, QType.Q5_K: gguf.LlamaFileType.MOSTLY_Q5_K_M,
+    QType.Q6_K: gguf.LlamaFileType.MOSTLY_Q6_K,
 }
 
 

@@ -17,7 +17,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import numpy as np
 
 from hotcold.convert.gguf_source import load_gguf
@@ -25,7 +24,7 @@ from hotcold.convert.lazy import QType, from_array, to_float32
 from hotcold.convert.model import StockModel
 from hotcold.convert.neuron_split import split_neurons
 from hotcold.convert.outtype import OUTTYPES, fits, keeps_f32
-from hotcold.convert.precision import Report
+from hotcold.convert.precision import Report, cast
 from hotcold.runtime import Tokenizer, schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
@@ -61,7 +60,7 @@ def measure(path: Path, text: Path, n_chunk: int, source_type: str | None) -> No
         if source_type:
             model = quantized(model, OUTTYPES[source_type])
         weights = {n: to_float32(t.read(0, t.n_rows), t.qtype).copy() for n, t in model.tensors.items()}
-        types = {name: types_of(model, name) for name in ("q4_0", "q8_0", "auto", "f16", "bf16")}
+        types = {name: types_of(model, name) for name in ("q4_0", "q4_k", "q8_0", "auto", "f16", "bf16")}
         ids = Tokenizer.from_gguf(f).encode(text.read_text("utf-8"), add_special=False)
     # A token alone has no successor to judge.
     chunks = [c for i in range(0, len(ids), max(n_chunk, 1)) if len(c := ids[i:i + n_chunk]) > 1]
@@ -89,28 +88,30 @@ def quantized(model: StockModel, qtype: QType) -> StockModel:
     for name, t in model.tensors.items():
         if not keeps_f32(name, t.shape):
             kind = fits(name, t.shape[-1], qtype, Report())
-            raw = gguf.quants.quantize(to_float32(t.read(0, t.n_rows), t.qtype), kind)
-            raw = raw.view(np.uint16) if kind == QType.BF16 else raw
-            tensors[name] = from_array(name, raw, kind, t.shape, "")
+            tensors[name] = cast(t, kind, Report())
     return replace(model, tensors=tensors)
 
 
 def types_of(model: StockModel, outtype: str) -> dict[str, QType]:
-    """Stock name of a matrix -> the type that `hotcold convert --outtype` gives it; up and down share a tensor."""
+    """Stock name of a matrix -> the type that `hotcold convert --outtype` gives it; up and down share a tensor.
+
+    Without those that keep their bytes.
+    """
     chosen = {t.name: t.qtype for t in split_neurons(model, outtype, Report()).tensors}
     types: dict[str, QType] = {}
     for name, t in model.tensors.items():
         if not keeps_f32(name, t.shape):
             layer = name.split(".")[1]
             shared = name.endswith((schema.FFN_UP, schema.FFN_DOWN))
-            types[name] = chosen[schema.block(int(layer), schema.FFN_UP_DOWN) if shared else name]
+            wanted = chosen[schema.block(int(layer), schema.FFN_UP_DOWN) if shared else name]
+            if wanted != t.qtype or name.endswith(schema.FFN_DOWN):
+                types[name] = wanted
     return types
 
 
 def stored(w: np.ndarray, qtype: QType) -> np.ndarray:
     """What is left of float32 [rows, cols] after storing it with blocks along the rows."""
-    raw = gguf.quants.quantize(w, qtype)
-    return to_float32(raw.view(np.uint16) if qtype == QType.BF16 else raw, qtype)
+    return to_float32(cast(from_array("", w, QType.F32, w.shape, ""), qtype, Report()).read(0, len(w)), qtype)
 
 
 def stored_again(weights: Weights, types: dict[str, QType]) -> tuple[Weights, float]:

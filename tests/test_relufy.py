@@ -25,6 +25,7 @@ from hotcold.runtime.corpus import HELDOUT, read_corpus
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.kernels import formats
 from hotcold.runtime.tokenizer import Tokenizer
 from hotcold.runtime.trace import Trace
 
@@ -231,8 +232,14 @@ def test_half_precision_stays_half_precision(tiny_model: Get, tmp_path: Path) ->
             assert {t.ggml_type for n, t in f.tensors.items() if "ffn_gate" in n or "up_down" in n} == {kind}
 
 
-def test_a_source_that_does_not_run_as_it_is(tiny_model: Get, tmp_path: Path) -> None:
-    """Q4_1 is converted to a temporary file first, which goes again."""
+@pytest.mark.parametrize("runs", [True, False])
+def test_quantized_sources(runs: bool, tiny_model: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type that the runtime does not compute is converted to a temporary file first, which goes again.
+
+    Either way the gate, whose rows change, is not quantized in 4 bits a second time.
+    """
+    if not runs:
+        monkeypatch.setattr(formats, "NATIVE", tuple(t for t in formats.NATIVE if t != Type.Q4_1))
     source = tmp_path / "q4_1.gguf"
     spec = Spec(layout="stock", activation="silu", attn=Type.F32, key=Type.Q4_1, value=Type.Q4_1)
     with open_gguf(tiny_model("llama", stock=True)) as f:
@@ -241,6 +248,7 @@ def test_a_source_that_does_not_run_as_it_is(tiny_model: Get, tmp_path: Path) ->
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.gguf", "q4_1.gguf"]
     with open_gguf(tmp_path / "out.gguf") as f:
         assert f.tensors["blk.0.ffn_gate.weight"].ggml_type == Type.Q8_0
+        assert ModelConfig.from_gguf(f).activation == "relu"
 
 
 def write_with_vocabulary(path: Path, f: Any, spec: Spec) -> None:
