@@ -136,6 +136,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         ("bench", "MODEL [MODEL ...]", "measure how fast models run", "runtime.bench"),
         ("perplexity", "MODEL", "measure how well a model predicts a text", "runtime.perplexity"),
         ("report", "MODEL", "draw what is known of a model's neurons", "placement.report"),
+        ("compile", "", "compile the kernels for this CPU now, not at the first use", "runtime.compile"),
         ("doctor", "[MODEL]", "measure this machine and say what hotcold does on it", "placement.doctor"),
     ):
         command = commands.add_parser(

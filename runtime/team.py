@@ -15,6 +15,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
@@ -31,16 +32,17 @@ _SPINS, _BROKEN = (walk.RELEASED + offset // 8 for offset in (sync.SPINS, sync.B
 Wakeups = queue.SimpleQueue
 
 
+def compiled_functions() -> list[tuple[Any, tuple]]:
+    """All that a team calls of the kernels: functions and the types of their arguments, for compile_cached()."""
+    record, i64 = numba.typeof(np.zeros(1, walk.OP)), numba.types.int64
+    return [(walk.serve, (record, record, i64, i64, i64)), (walk.raise_go, (i64,)), (walk.claim_parked, (i64, i64))]
+
+
 class Team:
     """Threads that walk the programs. Callers from several threads take turns; close() ends a run that is under way."""
 
     def __init__(self, programs: tuple[np.ndarray, np.ndarray], n_threads: int, notify: Callable[[str], None]) -> None:
-        record = numba.typeof(programs[0])
-        i64 = numba.types.int64
-        compile_cached(
-            [(walk.serve, (record, record, i64, i64, i64)), (walk.raise_go, (i64,)), (walk.claim_parked, (i64, i64))],
-            notify,
-        )
+        compile_cached(compiled_functions(), notify)
         memory = aligned(8 * walk.control_words(n_threads))
         self.control = memory.view(np.int64)
         self.control[_SPINS] = sync.ALONE if n_threads <= usable_cpus() else sync.CROWDED

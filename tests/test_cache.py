@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 from small_models import Spec, write_model
 
 from hotcold.runtime.engine import Engine
-from hotcold.runtime.kernels import cache
+from hotcold.runtime.kernels import cache, isa
 
 KERNELS = Path(cache.__file__).parent
 
@@ -138,3 +139,63 @@ def test_an_engine_says_nothing_of_compiling_once_it_is_compiled(tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "sparsity" in done.stdout and "compil" not in done.stdout
+
+
+def test_folders_of_older_versions_go(tmp_path: Path) -> None:
+    """The last three used stay, and all used in the last thirty days; nothing else in the folder is touched."""
+    now, day = 1e9, 86400.0
+    ages = {"kernels-own": 90, "kernels-a": 1, "kernels-b": 29, "kernels-c": 31, "kernels-d": 40, "kernels-e": 400}
+    others = {"llama.cpp": 400, "kernels": 400}
+    for name, age in (ages | others).items():
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "inner" / "f.nbi").write_text("x")
+        os.utime(tmp_path / name, (now - age * day, now - age * day))
+    (tmp_path / "kernels-file").write_text("no folder")
+    os.utime(tmp_path / "kernels-file", (0, 0))
+    removed = cache.prune(tmp_path / "kernels-own", now)
+    assert {path.name for path in removed} == {"kernels-c", "kernels-d", "kernels-e"}
+    assert {p.name for p in tmp_path.iterdir()} == {"kernels-own", "kernels-a", "kernels-b", "kernels-file", *others}
+    for name in ("kernels-a", "kernels-b"):
+        os.utime(tmp_path / name, (now - 50 * day, now - 50 * day))
+    assert cache.prune(tmp_path / "kernels-own", now) == []  # old, but two of the last three
+    assert cache.prune(tmp_path / "nowhere" / "kernels-own", now) == []
+
+
+# The command with only the smallest function to compile.
+COMMAND = """
+import numba, sys
+from hotcold.runtime import cli, team
+from hotcold.runtime.kernels import walk
+i64 = numba.types.int64
+team.compiled_functions = lambda: [(walk.claim_parked, (i64, i64))]
+sys.exit(cli.main(["compile", *sys.argv[1:]]))
+"""
+
+
+def test_the_command_compiles_and_says_where(package: Path, tmp_path: Path) -> None:
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONPATH": str(package)}
+    said = []
+    for arguments in ([], [], ["--quiet"]):
+        done = subprocess.run([sys.executable, "-c", COMMAND, *arguments], env=env, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stdout, done.stderr
+        said.append(done.stderr)
+    (folder,) = (tmp_path / "home" / "hotcold").iterdir()
+    assert list(folder.rglob("*.nbc"))
+    assert "compiling" in said[0] and f"kept in {folder}" in said[0]
+    assert said[1] == f"hotcold: compiled already for {isa.CHOSEN.name}, in {folder}\n" and not said[2]
+
+
+def test_progress_names_the_functions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    @numba.njit
+    def inner(x):
+        return x + 1
+
+    @numba.njit
+    def outer(x):
+        return inner(x) * 2
+
+    seen: list[str] = []
+    cache.compile_cached([(outer, (numba.types.int64,))], lambda line: None, seen.append)
+    assert seen == ["outer", "inner"] and outer(3) == 8

@@ -1,17 +1,22 @@
 """Where compiled kernels are kept, so that they are compiled once per machine and never served stale.
 
-In: the kernels' source files. Out: compile_cached(). Next: engine.py.
+In: the kernels' source files. Out: compile_cached(). Next: team.py, which says what is compiled.
 
 Numba's own check sees only the file that holds the cached function, so an edited kernel in another file would silently
-run old code. The folder's name therefore carries a hash of all kernel sources, of the versions and of the CPU.
+run old code. The folder's name therefore carries a hash of all kernel sources, of the versions and of the CPU. Folders
+that nobody has used for long go when a new one is made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import pickle
+import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +25,12 @@ import llvmlite
 import numba
 import numpy as np
 import platformdirs
+from numba.core import event
 
 from hotcold.runtime.kernels import isa
 from hotcold.runtime.kernels.numba_start import without_blas
+
+_KEEP, _KEEP_DAYS = 3, 30  # so many folders stay, and those used in so many days
 
 
 def cache_folder() -> Path:
@@ -36,16 +44,55 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("hotcold", appauthor=False)) / f"kernels-{digest.hexdigest()[:16]}"
 
 
+def prune(folder: Path, now: float) -> list[Path]:
+    """Remove the folders beside `folder` that are neither among the last ones used nor used of late; -> those.
+
+    A process that uses one all the same loses time only: it has loaded its code, or compiles it again.
+    """
+    found = []
+    for other in folder.parent.glob("kernels-*"):
+        with contextlib.suppress(OSError):  # another process removes it as well
+            if other != folder and other.is_dir():
+                found.append((other.stat().st_mtime, other))
+    found.sort(reverse=True)
+    old = [path for used, path in found[_KEEP - 1 :] if now - used > _KEEP_DAYS * 86400]
+    for path in old:
+        shutil.rmtree(path, ignore_errors=True)
+    return old
+
+
+class _Watch(event.Listener):
+    """Numba's events -> names of the functions that are being compiled, as they begin."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+
+    def on_start(self, event: Any) -> None:
+        self._progress(event.data["dispatcher"].py_func.__name__)
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
 _compiling = threading.Lock()  # Numba's setting of where to cache is one for the process
 
 
-def compile_cached(functions: list[tuple[Any, tuple]], notify: Callable[[str], None]) -> None:
-    """Compile (or load) njit functions for the given argument types; `notify` is told when that takes time."""
+def compile_cached(
+    functions: list[tuple[Any, tuple]],
+    notify: Callable[[str], None],
+    progress: Callable[[str], None] | None = None,
+) -> None:
+    """Compile (or load) njit functions for the given argument types; `notify` is told when that takes time.
+
+    progress: called in another thread with the name of each function whose compilation begins.
+    """
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            with _compiling, without_blas():
+            with _compiling, without_blas(), contextlib.ExitStack() as stack:
+                if progress:
+                    stack.enter_context(event.install_listener("numba:compile", _Watch(progress)))
                 _compile_pending(functions, notify)
         except BaseException as error:
             errors.append(error)
@@ -72,6 +119,7 @@ def _compile_pending(functions: list[tuple[Any, tuple]], notify: Callable[[str],
     before = config.CACHE_DIR
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)  # used now
         compiled = {path.name.split("-")[0] for path in folder.rglob("*.nbi")}
         config.CACHE_DIR = str(folder)  # read when a function's cache is enabled
         for f, _ in pending:
@@ -89,6 +137,7 @@ def _compile_pending(functions: list[tuple[Any, tuple]], notify: Callable[[str],
         notify(_not_kept(folder, failure))
     if new:
         notify("kernels compiled")
+        prune(folder, time.time())
 
 
 def _compile(f: Any, signature: tuple, folder: Path, notify: Callable[[str], None]) -> OSError | None:

@@ -1,0 +1,47 @@
+"""The command `hotcold compile`: compiles the kernels for this CPU ahead of their first use.
+
+In: the command line. Out: code in the cache, where every later start finds it. Next: kernels/cache.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from hotcold.runtime.console import note
+from hotcold.runtime.errors import HotcoldError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `hotcold compile`."""
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing where all is compiled already")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile what is not in the cache yet. Raises HotcoldError where the kernels cannot run."""
+    from hotcold.runtime.kernels import cache, simd
+    from hotcold.runtime.team import compiled_functions
+
+    if simd.MISSING:
+        raise HotcoldError(f"this CPU lacks {', '.join(simd.MISSING)}: an x86 CPU needs AVX2, F16C and FMA")
+    began, told, console = time.perf_counter(), [], Console(stderr=True, highlight=False)
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+    def notify(line: str) -> None:
+        told.append(line)
+        note(line)
+
+    with bar:
+        task = bar.add_task("loading the kernels", total=None)
+        cache.compile_cached(
+            compiled_functions(), notify, lambda name: bar.update(task, description=f"compiling {name}")
+        )
+    if told:
+        note(f"compiled for {simd.ISA} in {time.perf_counter() - began:.0f} s, kept in {cache.cache_folder()}")
+    elif not args.quiet:
+        note(f"compiled already for {simd.ISA}, in {cache.cache_folder()}")
+    return 0
