@@ -439,18 +439,18 @@ _FTZ_DAZ = 0x8040  # x86, MXCSR: results and operands too small for a normal num
 _FZ = 1 << 24  # AArch64, FPCR: the same
 
 
-@emit(types.int64)
-def read_cycles(b):
+def cycles_value(b: ir.IRBuilder) -> Any:
     """Ticks of a counter that runs at a fixed rate, for differences; 0 where the CPU has none for user programs."""
     if CHOSEN.x86:
         return call(b, "llvm.readcyclecounter", I64)
     if CHOSEN.aarch64:  # its cycle counter is for the system alone
-        return b.asm(ir.FunctionType(I64, []), "mrs $0, cntvct_el0", "=r", [], True)
+        kind = ir.FunctionType(I64, [ir.MetaDataType()])
+        read = cgutils.get_or_insert_function(b.module, kind, "llvm.read_volatile_register.i64")
+        return b.call(read, [b.module.add_metadata(["cntvct_el0"])])
     return I64(0)
 
 
-@emit(types.int64)
-def flush_denormals(b):
+def flush_value(b: ir.IRBuilder) -> Any:
     """Numbers too small for a normal number count as 0 in this thread from here on; -> the state before."""
     if CHOSEN.x86:
         state = _mxcsr(b)
@@ -463,8 +463,7 @@ def flush_denormals(b):
     return I64(0)
 
 
-@emit(types.void, types.int64)
-def restore_denormals(b, state):
+def restore_value(b: ir.IRBuilder, state: Any) -> None:
     """state: what flush_denormals() returned."""
     if CHOSEN.x86:
         _set_mxcsr(b, b.trunc(state, I32))
@@ -482,3 +481,8 @@ def _set_mxcsr(b: ir.IRBuilder, state: Any) -> None:
     cell = cgutils.alloca_once(b, I32)
     b.store(state, cell)
     call(b, "llvm.x86.sse.ldmxcsr", VOID, b.bitcast(cell, I8.as_pointer()))
+
+
+read_cycles = emit(types.int64)(cycles_value)
+flush_denormals = emit(types.int64)(flush_value)
+restore_denormals = emit(types.void, types.int64)(restore_value)
