@@ -100,6 +100,8 @@ class Engine:
         try:
             if mlock:
                 file.lock(notify)
+            else:
+                file.prefetch()
             config = ModelConfig.from_gguf(file)
             weights = load_weights(file, config)
             plan = make_plan(config, weights, sparsity)

@@ -11,6 +11,7 @@ import mmap
 import os
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from gguf import GGUFValueType as ValueType
 
 from hotcold.runtime.errors import GGUFError
 from hotcold.runtime.gguf_parse import SCALARS, Entry, Header, TensorInfo, parse, safe_text, type_text
-from hotcold.runtime.resident import lock, read_into_memory
+from hotcold.runtime.resident import lock, prefetch, read_into_memory
 
 __all__ = ["DEQUANTIZABLE_TYPES", "GGUFFile", "TensorInfo", "dequantize", "open_gguf", "safe_text"]
 
@@ -102,6 +103,7 @@ class GGUFFile:
         self.path = path
         self.mapped = mapped  # False: the buffer is a copy of the file
         self.locked = False  # whether the buffer is kept in RAM
+        self._prefetching: threading.Event | None = None
         self.size = len(buffer)  # bytes
         self.version = header.version
         self.alignment = header.alignment
@@ -158,8 +160,15 @@ class GGUFFile:
         self.locked = lock(self._buffer, notify)
         return self.locked
 
+    def prefetch(self) -> None:
+        """Have all of a mapped file read in the background, for those who will need it soon. Ends with close()."""
+        if self.mapped and self._prefetching is None:
+            self._prefetching = prefetch(self.path)
+
     def close(self) -> None:
         """Give the mapping back. Views handed out stay valid: the last one to go unmaps the file."""
+        if self._prefetching is not None:
+            self._prefetching.set()
         self._bytes = None
         _unmap(self._buffer)
 

@@ -24,6 +24,7 @@ from hotcold.runtime.gguf_parse import safe_text
 Notify = Callable[[str], None]
 
 _SLAB = 256 << 20  # bytes between two looks at the clock and at Ctrl-C
+_AHEAD = 4 << 20  # bytes asked for at a time
 _LARGE = 1 << 30  # bytes from where on reading is announced
 _EVERY = 5.0  # seconds between lines
 _READ_ONLY = 1  # PROT_READ
@@ -111,21 +112,31 @@ def _limit(size: int) -> str:
             "or by memlock in /etc/security/limits.conf)")  # fmt: skip
 
 
-def prefetch(path: Path) -> None:
-    """Ask the system to read a file that fits into the free memory, so that pages are there before they are missed."""
+def prefetch(path: Path) -> threading.Event | None:
+    """Have a file read in the background that is not in the page cache; -> set it to stop. None: not done.
+
+    A thread that misses a page of a mapped file waits for it, one after the other; asked for ahead, they come at the
+    speed of the disk. A file that does not fit into the free memory is left to what is really read.
+    """
     if not hasattr(os, "posix_fadvise"):
-        return
+        return None
+    stop = threading.Event()
 
     def work() -> None:
         try:
             with open(path, "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size < psutil.virtual_memory().available:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+                size = os.fstat(file.fileno()).st_size
+                if size >= psutil.virtual_memory().available:
+                    return
+                for start in range(0, size, _AHEAD):  # one call for all would read no more than its beginning
+                    if stop.is_set():
+                        return
+                    os.posix_fadvise(file.fileno(), start, _AHEAD, os.POSIX_FADV_WILLNEED)
         except OSError:
             pass  # only a hint
 
-    # The call may wait for the disk's queue.
     threading.Thread(target=work, name="hotcold-prefetch", daemon=True).start()
+    return stop
 
 
 def address(buffer: mmap.mmap) -> int:

@@ -124,3 +124,30 @@ def test_a_system_without_mlock_says_so(small: Path, monkeypatch: pytest.MonkeyP
         assert not engine.file.locked
         assert engine.forward([1]).shape == (engine.config.n_vocab,)
     assert any(line == "warning: --mlock: this system has no mlock; the model is not locked in memory" for line in said)
+
+
+def test_prefetching_asks_for_the_whole_file_and_ends_with_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(resident.os, "posix_fadvise"):
+        pytest.skip("this system has no posix_fadvise")
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resident, "_AHEAD", 4096)
+    monkeypatch.setattr(resident.os, "posix_fadvise", lambda fd, start, n, how: asked.append((start, n)))
+
+    def finished() -> list[tuple[int, int]]:
+        for thread in resident.threading.enumerate():
+            if thread.name == "hotcold-prefetch":
+                thread.join()
+        return asked
+
+    with open_gguf(small) as file:
+        file.prefetch()
+        assert finished() == [(start, 4096) for start in range(0, file.size, 4096)]
+        file.prefetch()  # once is enough
+    asked.clear()
+    with open_gguf(small, mapped=False) as file:
+        file.prefetch()
+        assert not finished()
+    monkeypatch.setattr(resident.psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    with open_gguf(small) as file:
+        file.prefetch()
+        assert not finished()
