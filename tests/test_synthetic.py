@@ -100,8 +100,8 @@ def test_model_that_does_not_fit_leaves_no_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shape, kind, sparsity", [
-    ("llama-tiny", "q4_0", 0.9), ("llama-tiny", "q8_0", 0.5), ("prosparse-7b", "f16", 0.9), ("bamboo-7b", "bf16", 0.85),
-    ("arcee-tiny", "q8_0", 0.9), ("opt-tiny", "q8_0", 0.95),
+    ("llama-tiny", "q4_0", 0.9), ("llama-tiny", "q4_k", 0.9), ("llama-tiny", "q8_0", 0.5), ("prosparse-7b", "f16", 0.9),
+    ("bamboo-7b", "bf16", 0.85), ("arcee-tiny", "q8_0", 0.9), ("opt-tiny", "q8_0", 0.95),
 ])  # fmt: skip
 def test_neurons_are_off_as_often_as_wanted_in_every_layer(tmp_path, shape, kind, sparsity):
     r = recipe("--shape", shape, "--type", kind, "--sparsity", str(sparsity), "--layers", "3")
