@@ -22,13 +22,13 @@ from hotcold.placement.identity import model_id
 from hotcold.placement.profile import Profile, load_profile, merge_profiles, persistence, save_profile, skew, sparsity
 from hotcold.placement.profile_file import State, read_profile
 from hotcold.placement.profile_run import Keeper, Run, Stopped, execute, gather, refuse_other_job, worker_files
-from hotcold.runtime import schema
 from hotcold.runtime.arguments import count, whole
 from hotcold.runtime.atomic import check_output
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import note
 from hotcold.runtime.corpus import Corpus, cut_contexts, read_corpus
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.facts import fires
 from hotcold.runtime.gguf_file import open_gguf, safe_text
 from hotcold.runtime.threads import default_threads
 from hotcold.runtime.tokenizer import Tokenizer
@@ -141,7 +141,7 @@ def _check_room(job: Job, out: Path | None) -> None:
 
 def check_sparse(config: ModelConfig, path: Path) -> None:
     """Raise HotcoldError for a model whose neurons never switch off."""
-    if config.activation not in schema.SPARSE_ACTIVATIONS and not any(config.thresholds):
+    if not fires(config):
         raise HotcoldError(
             f"{safe_text(str(path))}: activation {config.activation!r} has no neurons that are off, so there is "
             "nothing to count: make it sparse with hotcold relufy, or set thresholds with hotcold calibrate"

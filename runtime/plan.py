@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.facts import fires
 from hotcold.runtime.kernels import formats
 from hotcold.runtime.weights import Matrix, Weights, by_column
 
@@ -53,9 +54,9 @@ def choose_sparsity(config: ModelConfig, wanted: str) -> tuple[str, str]:
     if wanted not in SPARSITY_MODES:
         raise HotcoldError(f"sparsity {wanted!r} is unknown, choose from {', '.join(SPARSITY_MODES)}")
     c = config
-    fires = c.activation in schema.SPARSE_ACTIVATIONS or any(c.thresholds)
+    sparse = fires(c)
     split = c.layout == "neuron-split"
-    if wanted in ("exact", "predict") and not fires:
+    if wanted in ("exact", "predict") and not sparse:
         raise HotcoldError(
             f"--sparsity {wanted}: activation {c.activation!r} has no neurons that are off; it needs one of "
             f"{', '.join(schema.SPARSE_ACTIVATIONS)} (hotcold relufy makes one), or thresholds (hotcold calibrate); "
@@ -69,9 +70,9 @@ def choose_sparsity(config: ModelConfig, wanted: str) -> tuple[str, str]:
         return wanted, _predict_note(c)
     if wanted != "auto":
         return wanted, f"sparsity: {wanted} (asked for)"
-    if fires and split:
+    if sparse and split:
         return "exact", f"sparsity: exact ({c.activation}: neurons that are off are skipped, same result)"
-    if fires:
+    if sparse:
         return "dense", "sparsity: dense (stock layout; hotcold convert makes a file that can skip neurons)"
     return "dense", f"sparsity: dense (activation {c.activation} has no neurons that are off)"
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.facts import fires
 from hotcold.runtime.kernels import formats, walk
 from hotcold.runtime.kernels.attention import attention_bytes
 from hotcold.runtime.kernels.blocks import panel_bytes
@@ -304,9 +305,7 @@ class Lowering:
 
     def _skips(self, layer: int) -> bool:
         """Whether neurons of the layer are left out: never where none is off by itself nor by a threshold."""
-        c = self.config
-        fires = c.activation in schema.SPARSE_ACTIVATIONS or c.thresholds[layer] > 0
-        return self.plan.sparsity != "dense" and fires
+        return self.plan.sparsity != "dense" and fires(self.config, layer)
 
     def _predictor(self, layer: int, score: Matrix | None, bias: Matrix | None) -> dict:
         assert score is not None and bias is not None
