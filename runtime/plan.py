@@ -23,7 +23,10 @@ SPARSITY_MODES = ("auto", "dense", "exact", "predict")
 
 @dataclass(frozen=True)
 class Op:
-    """One operator. kind: embed, norm, quant, matmul, columns, rope, attend, hidden, ffn, reduce, activate, down."""
+    """One operator: its kind is one of program.py's.
+
+    One that reads `list` computes only the neurons listed there, and holds their values one beside the other.
+    """
 
     kind: str
     layer: int  # -1: outside the layers
@@ -107,7 +110,7 @@ def _operators(c: ModelConfig, w: Weights, mode: str, many_tokens: bool) -> tupl
         if c.layout == "stock":
             ops += _ffn_stock(c, w, layer)
         elif many_tokens:
-            ops += _ffn_block(c, w, layer)
+            ops += _ffn_block(c, w, layer, mode)
         else:
             ops += _ffn_token(c, w, layer, mode)
     head = w.get("output.weight") or w["token_embd.weight"]
@@ -199,23 +202,33 @@ def _predict(c: ModelConfig, w: Weights, layer: int) -> list[Op]:
     return ops
 
 
-def _ffn_keys(c: ModelConfig, w: Weights, layer: int, up: Matrix | None) -> list[Op]:
-    """Keys into `g` (and up into `u`), activated in place in `g`. Many tokens, or a stock layout."""
+def _ffn_keys(c: ModelConfig, w: Weights, layer: int, up: Matrix | None, listed: bool = False) -> list[Op]:
+    """Keys into `g` (and up into `u`), activated in place in `g`. Many tokens, or a stock layout.
+
+    listed: neurons that are off for every token of the block are left out after their keys.
+    """
     up_bias = w.layer(layer, schema.FFN_UP_BIAS)
     name = schema.FFN_GATE if c.gated else schema.FFN_UP
     key_bias = w.layer(layer, schema.FFN_GATE_BIAS) if c.gated else up_bias
     ops = [_ffn_norm(w, layer), _from_norm(c, w, layer, name, "g", key_bias, many_tokens=True)]
+    also: tuple[str, ...] = ()
+    if listed:
+        also = ("list",)
+        ops += [Op("mark", layer, ("g",), ("marks",)), Op("list", layer, ("marks",), also)]
     if not c.gated:
-        return [*ops, Op("activate", layer, ("g",), ("g",))]
-    return [*ops, Op("matmul", layer, ("h",), ("u",), (up,), up_bias), Op("activate", layer, ("g", "u"), ("g",))]
+        return [*ops, Op("activate", layer, ("g", *also), ("g",))]
+    matmul = Op("matmul", layer, ("h", *also), ("u",), (up,), up_bias)
+    return [*ops, matmul, Op("activate", layer, ("g", "u", *also), ("g",))]
 
 
-def _ffn_block(c: ModelConfig, w: Weights, layer: int) -> list[Op]:
+def _ffn_block(c: ModelConfig, w: Weights, layer: int, mode: str) -> list[Op]:
+    listed = mode != "dense" and c.activation in schema.SPARSE_ACTIVATIONS
     up = w.layer(layer, schema.FFN_UP_DOWN) if c.gated else None
     down = w.layer(layer, schema.FFN_UP_DOWN if c.gated else schema.FFN_DOWN_T)
     bias = w.layer(layer, schema.FFN_DOWN_BIAS)
-    return _ffn_keys(c, w, layer, up) + [
-        Op("down", layer, ("g", "x"), ("x",), (down,), bias, scale=c.residual_scale, add=True)
+    reads = ("g", "x", "list") if listed else ("g", "x")
+    return _ffn_keys(c, w, layer, up, listed) + [
+        Op("down", layer, reads, ("x",), (down,), bias, scale=c.residual_scale, add=True)
     ]
 
 

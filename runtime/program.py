@@ -27,6 +27,7 @@ KV_TYPES = {"f16": formats.F16, "f32": formats.F32}
 _PAGE = 4096
 FEW_TOKENS = 8  # most that the token program takes at once
 _PRIVATE = ("h", "hq", "hidden")  # of the token program: every thread makes its own copy
+_ALWAYS_PRIVATE = ("list",)  # of both
 _OPCODES = {
     "embed": walk.EMBED,
     "norm": walk.NORM,
@@ -40,6 +41,8 @@ _OPCODES = {
     "down": walk.DOWN,
     "hidden": walk.HIDDEN,
     "columns": walk.COLUMNS,
+    "mark": walk.MARK,
+    "list": walk.LIST,
 }
 _PREDICTOR_CODES = {"lowrank": SCORES, "mlp": SCORES, "signbit": SIGNS}
 
@@ -83,6 +86,7 @@ class Buffers:
         self.cache_row = self._cache_row(c, kv_type)
         cache_bytes = c.n_head_kv * n_ctx * self.cache_row
         self.cache = [(self._new(cache_bytes), self._new(cache_bytes)) for _ in range(c.n_layer)]
+        self.marks = self._new(4 * (_padded(max(c.n_ff)) // 16))  # a bit per neuron that some token of a block needs
         self._make_arena(c, n_threads, widths["hq"])
 
     @staticmethod
@@ -174,6 +178,8 @@ class Lowering:
                       "add": op.add}  # fmt: skip
             fields |= {name: m.addr for name, m in (("bias", op.bias), ("bias2", op.bias2)) if m is not None}
             fields |= getattr(self, f"_{op.kind}")(op)
+            if "list" in op.reads:
+                fields |= self._list_fields()
             for name, value in fields.items():
                 record[name] = value
         records["sync"] = self.barriers(ops)
@@ -195,7 +201,7 @@ class Lowering:
         return sync
 
     def _shared(self, names: tuple[str, ...]) -> set[str]:
-        return {n for n in names if self.many or n not in _PRIVATE}
+        return {n for n in names if n not in _ALWAYS_PRIVATE and (self.many or n not in _PRIVATE)}
 
     def _private(self, name: str) -> bool:
         return not self.many and name in _PRIVATE
@@ -252,6 +258,16 @@ class Lowering:
             "sparse": self.plan.sparsity != "dense", "aux": self.buffers.private["ids"],
             "aux2": self.buffers.private["values"],
         } | self._from(op.reads[0]) | self._to(op.writes[0])  # fmt: skip
+
+    def _list_fields(self) -> dict:
+        return {"ids": self.buffers.private["ids"], "lengths": self.buffers.private["lengths"]}
+
+    def _mark(self, op: Op) -> dict:
+        fields = {"cols": self.config.n_ff[op.layer], "aux": self.buffers.marks}
+        return fields | self._from("g") | self._activation(op.layer)
+
+    def _list(self, op: Op) -> dict:
+        return {"cols": self.config.n_ff[op.layer], "aux": self.buffers.marks} | self._list_fields()
 
     def _hidden(self, op: Op) -> dict:
         (score,) = op.weights

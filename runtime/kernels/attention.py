@@ -125,7 +125,7 @@ def _block_scores(kv_type, q, ld_q, n_tok, k, row, n_pos, head_dim, scale, score
     """scores[t][p] = scale * (q[t] . k[p]) for all p < n_pos."""
     for p in range(0, n_pos, FLOAT_ROWS):
         rows = min(FLOAT_ROWS, n_pos - p)
-        pack_floats(kv_type, k + p * row, row, rows - 1, head_dim, panel)
+        pack_floats(kv_type, k + p * row, row, rows - 1, 0, head_dim, panel)
         for t in range(0, n_tok, TILE_TOKENS):
             tokens = min(TILE_TOKENS, n_tok - t)
             float_tile(panel, head_dim, q + t * ld_q, ld_q, tokens - 1, tile)
@@ -170,7 +170,7 @@ def _block_values(kv_type, v, row, n_pos, head_dim, scores, ld_scores, n_tok, ou
         width = min(FLOAT_ROWS, head_dim - c)
         for p in range(0, n_pos, DEPTH):
             end = min(p + DEPTH, n_pos)
-            pack_columns(kv_type, v, row, p, end, c, head_dim, panel)
+            pack_columns(kv_type, v, row, p, end, 0, c, head_dim, panel)
             for t in range(0, n_tok, TILE_TOKENS):
                 tokens = min(TILE_TOKENS, n_tok - t)
                 float_tile(panel, end - p, scores + t * ld_scores + 4 * p, ld_scores, tokens - 1, tile)

@@ -24,7 +24,7 @@ from hotcold.runtime.kernels.formats import (
     Q8_0,
 )
 from hotcold.runtime.kernels.rows import matvec, row1, row16
-from hotcold.runtime.kernels.simd import load_f32, store_f32, store_w, zero_w
+from hotcold.runtime.kernels.simd import load_f32, load_i32, store_f32, store_w, zero_w
 from hotcold.runtime.kernels.tiles import (
     FLOAT_ROWS,
     FLOAT_VECTORS,
@@ -68,24 +68,24 @@ def finish(dst, y, bias, row, scale, add):
 
 
 @njit
-def pack_bytes(qt, a, stride, last, n, panel):
-    """Byte panel (tiles.py) of rows 0..last of a quantized matrix."""
+def pack_bytes(qt, a, stride, last, ids, n, panel):
+    """Byte panel (tiles.py) of rows 0..last of a quantized matrix, or of a list of rows."""
     if qt == Q8_0:
-        pack_q8(a, stride, last, n // 32, panel)
+        pack_q8(a, stride, last, ids, n // 32, panel)
     elif qt == Q4_0:
-        pack_q4(a, stride, last, n // 32, panel)
+        pack_q4(a, stride, last, ids, n // 32, panel)
     elif qt == Q4_1:
-        pack_q4_1(a, stride, last, n // 32, panel)
+        pack_q4_1(a, stride, last, ids, n // 32, panel)
     elif qt == Q5_0:
-        pack_q5_0(a, stride, last, n // 32, panel)
+        pack_q5_0(a, stride, last, ids, n // 32, panel)
     elif qt == Q5_1:
-        pack_q5_1(a, stride, last, n // 32, panel)
+        pack_q5_1(a, stride, last, ids, n // 32, panel)
     elif qt == Q4_K:
-        pack_q4k(a, stride, last, n // 32, panel)
+        pack_q4k(a, stride, last, ids, n // 32, panel)
     elif qt == Q5_K:
-        pack_q5k(a, stride, last, n // 32, panel)
+        pack_q5k(a, stride, last, ids, n // 32, panel)
     else:
-        pack_q6k(a, stride, last, n // 32, panel)
+        pack_q6k(a, stride, last, ids, n // 32, panel)
 
 
 @njit
@@ -100,24 +100,25 @@ def multiply_bytes(qt, panel, n, xb, ldxb, last, out):
 
 
 @njit
-def pack_floats(qt, a, stride, last, n, panel):
-    """panel[k][FLOAT_ROWS] = column k of rows 0..last of a float matrix (row `last` repeated to the panel's width)."""
-    size = 4 if qt == F32 else 2
+def pack_floats(qt, a, stride, last, ids, n, panel):
+    """panel[k][FLOAT_ROWS] = column k of rows 0..last of a float matrix, or of a list of rows (ids is not 0).
+
+    The last row is repeated to the panel's width.
+    """
     for v in range(FLOAT_VECTORS):
         first = min(v * LANES, last)
-        base, left = a + first * stride, last - first
-        for k in range(0, n - 15, 16):
-            dst = panel + 4 * (k * FLOAT_ROWS + v * LANES)
-            if qt == F16:
-                pack_f16(base + size * k, stride, left, dst)
-            elif qt == BF16:
-                pack_bf16(base + size * k, stride, left, dst)
-            else:
-                pack_f32(base + size * k, stride, left, dst)
+        base, left, list_ = (a, last - first, ids + 4 * first) if ids else (a + first * stride, last - first, 0)
+        dst = panel + 4 * v * LANES
+        if qt == F16:
+            pack_f16(base, stride, left, list_, n // 16, dst)
+        elif qt == BF16:
+            pack_bf16(base, stride, left, list_, n // 16, dst)
+        else:
+            pack_f32(base, stride, left, list_, n // 16, dst)
         for k in range(n // 16 * 16, n):
             for r in range(LANES):
-                value = row1(qt, base + min(r, left) * stride, k)
-                store_f32(panel + 4 * (k * FLOAT_ROWS + v * LANES + r), value)
+                row = load_i32(list_ + 4 * min(r, left)) if list_ else min(r, left)
+                store_f32(dst + 4 * (k * FLOAT_ROWS + r), row1(qt, base + row * stride, k))
 
 
 @njit
@@ -132,9 +133,12 @@ def few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
 
 
 @njit
-def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
-    """dst[t][r] (+)= scale * (row r . x[t] + bias[r]) for r0 <= r < r1: o.qt, o.w, o.stride, o.cols, o.bias, ..."""
-    if n_tok < PACK_TOKENS:
+def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch, ids):
+    """dst[t][r] (+)= scale * (row r . x[t] + bias[r]) for r0 <= r < r1: o.qt, o.w, o.stride, o.cols, o.bias, ...
+
+    ids: 0, or a list of rows: then `row r` is the r-th of them.
+    """
+    if n_tok < PACK_TOKENS and not ids:
         few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch)
         return
     quantized = not (o.qt == F32 or o.qt == F16 or o.qt == BF16)
@@ -142,10 +146,11 @@ def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
     panel = scratch + TILE_BYTES
     for r in range(r0, r1, width):
         rows = min(width, r1 - r)
+        w, some = (o.w, ids + 4 * r) if ids else (o.w + r * o.stride, 0)
         if quantized:
-            pack_bytes(o.qt, o.w + r * o.stride, o.stride, rows - 1, o.cols, panel)
+            pack_bytes(o.qt, w, o.stride, rows - 1, some, o.cols, panel)
         else:
-            pack_floats(o.qt, o.w + r * o.stride, o.stride, rows - 1, o.cols, panel)
+            pack_floats(o.qt, w, o.stride, rows - 1, some, o.cols, panel)
         for t in range(0, n_tok, TILE_TOKENS):
             tokens = min(TILE_TOKENS, n_tok - t)
             if quantized:
@@ -155,14 +160,20 @@ def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
             for i in range(tokens):
                 tile = scratch + 4 * i * width
                 for j in range(rows):
-                    finish(dst + (t + i) * ldd, load_f32(tile + 4 * j), o.bias, r + j, o.scale, o.add)
+                    y = load_f32(tile + 4 * j)
+                    if ids and o.bias:
+                        y += load_f32(o.bias + 4 * load_i32(some + 4 * j))
+                    finish(dst + (t + i) * ldd, y, 0 if ids else o.bias, r + j, o.scale, o.add)
 
 
 @njit
-def pack_columns(qt, w, stride, n0, n1, c0, cols, panel):
-    """panel[neuron][FLOAT_ROWS] = weights c0.. of each neuron's down row; columns past the end are 0."""
+def pack_columns(qt, w, stride, n0, n1, ids, c0, cols, panel):
+    """panel[neuron][FLOAT_ROWS] = weights c0.. of each neuron's down row; columns past the end are 0.
+
+    Neurons n0..n1-1, or those at these places of a list (ids is not 0).
+    """
     for n in range(n0, n1):
-        a, dst = w + n * stride, panel + 4 * (n - n0) * FLOAT_ROWS
+        a, dst = w + (load_i32(ids + 4 * n) if ids else n) * stride, panel + 4 * (n - n0) * FLOAT_ROWS
         for v in range(FLOAT_VECTORS):
             c = c0 + v * LANES
             if c + LANES <= cols:
@@ -174,23 +185,30 @@ def pack_columns(qt, w, stride, n0, n1, c0, cols, panel):
 
 
 @njit
-def matmul_columns(o, c0, c1, n_tok, x, ldx, dst, ldd, scratch):
+def matmul_columns(o, c0, c1, n_tok, x, ldx, dst, ldd, scratch, ids, n_ids):
     """dst[t][c] (+)= scale * (sum over neurons n of x[t][n] * w3[n][c] + bias[c]) for c0 <= c < c1.
 
     w3, stride3, qt3: down columns, one row per neuron (o.rows of them), o.cols long; x: f32 activations.
-    Neurons are added in order of id, DEPTH at a time.
+    Neurons are added in order of id, those of DEPTH ids at a time. ids: 0, or a list of n_ids neurons in order of id,
+    whose activations x holds one beside the other: the same bits as with 0 for the others.
     """
     panel = scratch + TILE_BYTES
     for c in range(c0, c1, FLOAT_ROWS):
         width = min(FLOAT_ROWS, c1 - c)
-        for n in range(0, o.rows, DEPTH):
-            end = min(n + DEPTH, o.rows)
-            pack_columns(o.qt3, o.w3, o.stride3, n, end, c, o.cols, panel)
-            bias = o.bias if n == 0 else 0
+        n = 0
+        for depth in range(0, o.rows, DEPTH):
+            end = min(depth + DEPTH, o.rows)
+            if ids:
+                end = n
+                while end < n_ids and load_i32(ids + 4 * end) < depth + DEPTH:
+                    end += 1
+            pack_columns(o.qt3, o.w3, o.stride3, n, end, ids, c, o.cols, panel)
+            bias = o.bias if depth == 0 else 0
             for t in range(0, n_tok, TILE_TOKENS):
                 tokens = min(TILE_TOKENS, n_tok - t)
                 float_tile(panel, end - n, x + t * ldx + 4 * n, ldx, tokens - 1, scratch)
                 for i in range(tokens):
                     for j in range(width):
                         y = load_f32(scratch + 4 * (i * FLOAT_ROWS + j))
-                        finish(dst + (t + i) * ldd, y, bias, c + j, o.scale, o.add or n > 0)
+                        finish(dst + (t + i) * ldd, y, bias, c + j, o.scale, o.add or depth > 0)
+            n = end

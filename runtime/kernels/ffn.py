@@ -262,7 +262,7 @@ def sparse_ffn(o, t, n_threads, n_tok, own):
     """Returns (key rows read, neurons computed), sums over the tokens. own: bytes to this thread's private buffers.
 
     src, srcb: x; aux: keys, shared (each thread writes its own neurons'), w = 0: they are there already; aux2, dstb:
-    lists of ids and of values, ld_list bytes from one token's to the next; lengths: 2 words per token; dst: accumulators.
+    lists of ids and of values, ld_list bytes from one token's to the next; lengths: 2 words a token; dst: accumulators.
     """
     x, xb = o.src + own, o.srcb + own
     if o.predictor == SCORES:

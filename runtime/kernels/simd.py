@@ -428,6 +428,13 @@ def negative16(b, a):  # bit i: the i-th of 16 f32 is below 0 (not for -0 and Na
     return b.zext(b.bitcast(below, I16), I64)
 
 
+@emit(types.int64, addr, types.float32)
+def above16(b, a, limit):  # bit i: the i-th of 16 f32 is above the limit, or NaN
+    v = load(b, a, f32x16.ll)
+    above = b.fcmp_unordered(">", v, splat_value(b, limit, 16))
+    return b.zext(b.bitcast(above, I16), I64)
+
+
 @emit(types.int64, types.int64)
 def popcount(b, x):
     return call(b, "llvm.ctpop.i64", I64, x)

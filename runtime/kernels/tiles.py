@@ -155,18 +155,6 @@ def _transpose(b: ir.IRBuilder, rows: list) -> list:
     return rows
 
 
-def _float_packer(row_loader):
-    """Returns pack(a, stride, last, dst): 16 columns of 16 rows -> dst[column][16], dst rows 4*FLOAT_ROWS apart."""
-
-    @emit(types.void, addr, types.int64, types.int64, addr)
-    def pack(b, a, stride, last, dst):
-        rows = [row_loader(b, b.add(a, b.mul(stride, _smaller(b, r, last)))) for r in range(LANES)]
-        for i, column in enumerate(_transpose(b, rows)):
-            store(b, _add(b, dst, 4 * FLOAT_ROWS * i), column)
-
-    return pack
-
-
 def _pack_values(b: ir.IRBuilder, rows: list, dst) -> None:
     """<32 x i8> of each of 16 rows -> [8][16][4] u8."""
     words = [b.bitcast(row, ir.VectorType(I32, 8)) for row in rows]
@@ -175,19 +163,33 @@ def _pack_values(b: ir.IRBuilder, rows: list, dst) -> None:
         store(b, _add(b, dst, 64 * g), group)
 
 
-def _rows_at(b: ir.IRBuilder, a, stride, last) -> list:
-    return [b.add(a, b.mul(stride, _smaller(b, r, last))) for r in range(LANES)]
+def _rows_at(b: ir.IRBuilder, a, stride, last, ids) -> list:
+    """Addresses of 16 rows: rows 0..last of a matrix, or of a list of i32 (ids is not 0); the last one repeated."""
+    listed = b.icmp_signed("!=", ids, I64(0))
+    rows = []
+    for r in range(LANES):
+        index = _smaller(b, r, last)
+        entry = b.select(listed, b.add(ids, b.mul(index, I64(4))), a)  # without a list any memory will do
+        rows.append(b.add(a, b.mul(stride, b.select(listed, b.sext(load(b, entry, I32), I64), index))))
+    return rows
+
+
+def _ahead(b: ir.IRBuilder, rows: list, index, size: int) -> list:
+    """The rows from their block `index` on."""
+    offset = b.mul(index, I64(size))
+    return [b.add(row, offset) for row in rows]
 
 
 def _byte_packer(decode, size: int, minimum: bool = False):
-    """decode(b, address of a block) -> its 32 unsigned values. Returns pack(a, stride, last, blocks, panel)."""
+    """decode(b, address of a block) -> its 32 unsigned values. Returns pack(a, stride, last, ids, blocks, panel)."""
 
-    @emit(types.void, addr, types.int64, types.int64, types.int64, addr)
-    def pack(b, a, stride, last, blocks, panel):
-        """A byte panel of `blocks` blocks of 32 columns of 16 rows at `a`."""
+    @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr)
+    def pack(b, a, stride, last, ids, blocks, panel):
+        """A byte panel of `blocks` blocks of 32 columns of 16 rows, see _rows_at."""
+        rows = _rows_at(b, a, stride, last, ids)
         with cgutils.for_range(b, blocks) as loop:
             dst = b.add(panel, b.mul(loop.index, I64(WIDE_BLOCK if minimum else BYTE_BLOCK)))
-            starts = _rows_at(b, b.add(a, b.mul(loop.index, I64(size))), stride, last)
+            starts = _ahead(b, rows, loop.index, size)
             _pack_values(b, [decode(b, at) for at in starts], dst)
             for offset, place in ((0, SCALE), (2, SECOND))[: 1 + minimum]:
                 v = ir.Constant(f32x16.ll, ir.Undefined)
@@ -202,11 +204,12 @@ def _byte_packer(decode, size: int, minimum: bool = False):
 def _super_packer(f: SuperBlock):
     """The same for formats of 256 columns: the sixteen numbers of a block (scales, minimums) are turned as a whole."""
 
-    @emit(types.void, addr, types.int64, types.int64, types.int64, addr)
-    def pack(b, a, stride, last, blocks, panel):
+    @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr)
+    def pack(b, a, stride, last, ids, blocks, panel):
+        rows = _rows_at(b, a, stride, last, ids)
         with cgutils.for_range(b, b.lshr(blocks, I64(3))) as outer:
             to = b.add(panel, b.mul(outer.index, I64(8 * WIDE_BLOCK)))
-            starts = _rows_at(b, b.add(a, b.mul(outer.index, I64(f.size))), stride, last)
+            starts = _ahead(b, rows, outer.index, f.size)
             for i, numbers in enumerate(_transpose(b, [f.scales(b, at) for at in starts])):
                 block, second = (i % 8, i // 8) if f.minimum else (i // 2, i % 2)
                 store(b, _add(b, to, block * WIDE_BLOCK + (SECOND if second else SCALE)), numbers)
@@ -244,6 +247,21 @@ def _row_bf16(b, a):
     return b.bitcast(b.shl(b.zext(load(b, a, _S16), i32x16.ll), const(i32x16.ll, [16] * 16)), f32x16.ll)
 
 
-pack_f32 = _float_packer(lambda b, a: load(b, a, f32x16.ll))
-pack_f16 = _float_packer(lambda b, a: b.fpext(load(b, a, _H16), f32x16.ll))
-pack_bf16 = _float_packer(_row_bf16)
+def _float_packer(load_row, size: int):
+    """Returns pack(a, stride, last, ids, blocks, panel): 16 columns of 16 rows a block, 4*FLOAT_ROWS bytes apart."""
+
+    @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr)
+    def pack(b, a, stride, last, ids, blocks, panel):
+        rows = _rows_at(b, a, stride, last, ids)
+        with cgutils.for_range(b, blocks) as loop:
+            dst = b.add(panel, b.mul(loop.index, I64(4 * FLOAT_ROWS * 16)))
+            values = [load_row(b, at) for at in _ahead(b, rows, loop.index, 16 * size)]
+            for i, column in enumerate(_transpose(b, values)):
+                store(b, _add(b, dst, 4 * FLOAT_ROWS * i), column)
+
+    return pack
+
+
+pack_f32 = _float_packer(lambda b, a: load(b, a, f32x16.ll), 4)
+pack_f16 = _float_packer(lambda b, a: b.fpext(load(b, a, _H16), f32x16.ll), 2)
+pack_bf16 = _float_packer(_row_bf16, 2)

@@ -25,6 +25,7 @@ from hotcold.runtime.kernels.simd import (
     ldexp_w,
     load_b32,
     load_f32,
+    load_i32,
     load_v,
     load_w,
     max_w,
@@ -139,6 +140,13 @@ def drop_small(threshold, values, n):
     for i in range(n):
         if abs(load_f32(values + 4 * i)) <= threshold:
             store_f32(values + 4 * i, ZERO)
+
+
+@njit
+def gather(values, ids, n):
+    """values[i] = values[ids[i]] for i < n, in place: ids rise, so none is overwritten before it is used."""
+    for i in range(n):
+        store_f32(values + 4 * i, load_f32(values + 4 * load_i32(ids + 4 * i)))
 
 
 @njit

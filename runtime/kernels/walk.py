@@ -17,17 +17,30 @@ from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
 from hotcold.runtime.kernels.formats import F32, PACK_TOKENS
 from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec, part_unit, row_part
 from hotcold.runtime.kernels.simd import (
+    above16,
     flush_denormals,
     load_f32,
+    load_i32,
     load_i64,
     read_cycles,
     restore_denormals,
     store_f32,
+    store_i32,
     store_i64,
 )
 from hotcold.runtime.kernels.sync import atomic_load, atomic_store, atomic_swap, barrier, pause
-from hotcold.runtime.kernels.tiles import FLOAT_ROWS
-from hotcold.runtime.kernels.vector import activate, clamp, drop_small, gate, layer_norm, quantize, rms_norm, rotate
+from hotcold.runtime.kernels.tiles import FLOAT_ROWS, LANES
+from hotcold.runtime.kernels.vector import (
+    activate,
+    clamp,
+    drop_small,
+    gate,
+    gather,
+    layer_norm,
+    quantize,
+    rms_norm,
+    rotate,
+)
 
 # One operator. Addresses are int64; `ld_*` are bytes from one token to the next. private = 1: the activations it reads
 # (MATMUL, FFN) or writes (NORM, QUANT) are this thread's own copy, in its arena. What else a field means to an operator
@@ -41,7 +54,7 @@ OP = np.dtype(
             "qt", "w", "stride", "qt2", "w2", "stride2", "qt3", "w3", "stride3", "bias", "bias2",
             "src", "ld_src", "srcb", "ld_srcb", "dst", "ld_dst", "dstb", "ld_dstb", "aux", "aux2",
             "private", "window", "flag", "act", "sparse", "add", "quant", "relu", "magnitude", "few",
-            "ld_aux", "ld_list", "lengths",
+            "ld_aux", "ld_list", "lengths", "ids",
             "predictor", "qt4", "w4", "stride4", "cols4", "bias4", "hidden", "ld_hidden", "hiddenb", "ld_hiddenb",
             "signs",
         )
@@ -50,7 +63,7 @@ OP = np.dtype(
     align=True,
 )
 
-EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN, HIDDEN, COLUMNS = range(12)
+EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN, HIDDEN, COLUMNS, MARK, LIST = range(14)
 CHECKED, COMPUTED = 0, 1  # words of A_COUNTS per layer and thread: key rows read, neurons computed
 
 # Control block: int64 words. The first ones, where threads spin, have a cache line each.
@@ -179,12 +192,16 @@ def _matmul(o, t, n_threads, first, n_tok, own, scratch, logits):
                 at = dst + first * o.ld_dst + 4 * r
                 store_f32(at, load_f32(at) * o.scale)
         return
+    ids = 0
+    if o.ids:
+        ids = o.ids + own
+        r0, r1 = share(load_i64(o.lengths + own), LANES, t, n_threads)
     if o.few:
         few_tokens(o, r0, r1, n, src + first * o.ld_src, o.ld_src, srcb + first * o.ld_srcb, o.ld_srcb,
                    dst + first * o.ld_dst, o.ld_dst, scratch)
         return
     matmul(o, r0, r1, n, src + first * o.ld_src, o.ld_src, srcb + first * o.ld_srcb, o.ld_srcb,
-           dst + first * o.ld_dst, o.ld_dst, scratch)
+           dst + first * o.ld_dst, o.ld_dst, scratch, ids)
 
 
 @njit
@@ -203,16 +220,41 @@ def _reduce(o, t, n_threads, n_tok, arena_size):
 
 
 @njit
-def _activate(o, t, n_threads, n_tok):
-    """src (keys) and srcb (up, 0 if not gated) -> src, tokens split over threads."""
+def _activate(o, t, n_threads, n_tok, own):
+    """src (keys) and srcb (up, 0 if not gated) -> src, tokens split over threads. With a list the values of its neurons
+    come to stand one beside the other, as those of srcb do already."""
     r0, r1 = share(n_tok, 1, t, n_threads)
+    cols = load_i64(o.lengths + own) if o.ids else o.cols
     for i in range(r0, r1):
         p = o.src + i * o.ld_src
-        activate(o.act, o.threshold, p, p, o.cols)
+        if o.ids:
+            gather(p, o.ids + own, cols)
+        activate(o.act, o.threshold, p, p, cols)
         if o.srcb:
-            gate(o.act, p, o.srcb + i * o.ld_srcb, p, o.cols)
+            gate(o.act, p, o.srcb + i * o.ld_srcb, p, cols)
         if o.magnitude:
-            drop_small(o.threshold, p, o.cols)
+            drop_small(o.threshold, p, cols)
+
+
+@njit
+def _mark(o, t, n_threads, n_tok):
+    """aux: bits of the neurons that fire for one of the tokens at least; src: keys."""
+    r0, r1 = share((o.cols + 15) // 16, 4, t, n_threads)
+    for group in range(r0, r1):
+        bits = 0
+        for i in range(n_tok):
+            bits |= above16(o.src + i * o.ld_src + 64 * group, o.threshold)
+        store_i32(o.aux + 4 * group, bits)
+
+
+@njit
+def _list(o, own):
+    """The marked neurons, into a list of this thread's own, in order."""
+    n = 0
+    for r in range(o.cols):
+        store_i32(o.ids + own + 4 * n, r)
+        n += load_i32(o.aux + 4 * (r // 16)) >> (r % 16) & 1
+    store_i64(o.lengths + own, n)
 
 
 @njit
@@ -269,10 +311,15 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
     elif o.op == REDUCE:
         _reduce(o, t, n_threads, n_tok, load_i64(ctl + 8 * A_ARENA_SIZE))
     elif o.op == ACTIVATE:
-        _activate(o, t, n_threads, n_tok)
+        _activate(o, t, n_threads, n_tok, own)
     elif o.op == DOWN:
         c0, c1 = share(o.cols, FLOAT_ROWS, t, n_threads)
-        matmul_columns(o, c0, c1, n_tok, o.src, o.ld_src, o.dst, o.ld_dst, scratch)
+        ids, n = (o.ids + own, load_i64(o.lengths + own)) if o.ids else (0, o.rows)
+        matmul_columns(o, c0, c1, n_tok, o.src, o.ld_src, o.dst, o.ld_dst, scratch, ids, n)
+    elif o.op == MARK:
+        _mark(o, t, n_threads, n_tok)
+    elif o.op == LIST:
+        _list(o, own)
     elif o.op == COLUMNS:
         _columns(o, t, n_threads, n_tok, own)
     elif o.op == HIDDEN:
