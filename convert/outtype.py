@@ -94,7 +94,9 @@ def turned_type(turned: LazyTensor, row_mate: LazyTensor | None, outtype: str, a
 
 def _again(t: LazyTensor, what: str, report: Report) -> QType:
     """Type for values that are quantized a second time, along the other axis."""
-    report.note(f"auto: {what} are quantized again, as Q8_0: {TURNED} (--outtype q4_k: half the bytes, but coarse)")
+    report.note(f"auto: {what} are quantized again, as Q8_0: {TURNED}")
+    if t.was not in (None, QType.Q8_0):
+        report.note("--outtype q4_k gives them half the bytes, at a loss")
     if outlier_ratio(t) <= OUTLIER:
         return QType.Q8_0
     report.outlier_layers.append(int(t.name.split(".")[1]))

@@ -22,8 +22,9 @@ from test_convert_gguf import quantize_weights, rewrite
 from tiny import token_ids
 
 from hotcold.convert import parallel, q4k
-from hotcold.convert.lazy import from_array
+from hotcold.convert.lazy import from_array, to_float32
 from hotcold.convert.precision import BLOCK_MAX, SCALES, Report, cast, count_not_finite
+from hotcold.convert.relufy_model import extended
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import dequantize, open_gguf
 
@@ -268,6 +269,27 @@ def test_relu_as_silu_of_types_that_are_only_read(
     assert got["blk.0.ffn_gate.weight"] == "Q8_0" and got["blk.0.attn_q.weight"] == "Q5_K"
 
 
+@pytest.mark.parametrize(("kind", "changed", "want"), [
+    (Q.Q4_K, False, Q.Q4_K), (Q.Q4_K, True, Q.Q8_0), (Q.Q6_K, False, Q.Q8_0), (Q.Q5_0, False, Q.Q5_0),
+    (Q.Q8_0, True, Q.Q8_0), (Q.F16, True, Q.F16),
+])  # fmt: skip
+def test_rows_that_relufy_adds(kind: Q, changed: bool, want: Q) -> None:
+    """Beside rows that stay as they are, the same type if it can be written; rows that change are never made coarse."""
+    new = np.random.default_rng(0).standard_normal((8, 256), dtype=np.float32)
+    if kind == Q.F16:
+        own = from_array("x", new.astype(np.float16), kind, new.shape, "")
+    else:
+        own = from_array("x", kquants.blocks(kind, "x", 8, 256, 16.0), kind, new.shape, "")
+    t = extended(own, new, Report(), np.ones((8, 256), np.float32) if changed else None)
+    assert (t.qtype, t.shape) == (want, (16, 256))
+    rows = t.read(0, 16)
+    if want == kind and not changed:
+        np.testing.assert_array_equal(rows[:8], own.read(0, 8))
+    values, source = to_float32(rows, want), to_float32(own.read(0, 8), kind)
+    assert np.linalg.norm(values[:8] - source - changed) <= 0.01 * np.linalg.norm(source)
+    assert np.linalg.norm(values[8:] - new) <= 0.1 * np.linalg.norm(new)
+
+
 @pytest.mark.parametrize("to_stock", [True, False])
 def test_facts_about_the_model_survive(to_stock: bool, tiny_model: Get, tmp_path: Path) -> None:
     """What relufy did and what factors the weights carry; not what placement found of an order of neurons."""
@@ -313,5 +335,5 @@ def test_logits_of_stock_files(mixture: str, stock: Any, golden: Any, tmp_path: 
         finally:
             engine.close()
         for ours in (at_once, one_by_one):
-            assert distance(ours, exact) <= 1.25 * allowed
-            assert distance(ours, theirs) <= 1.75 * allowed  # two errors of that size at a right angle: 1.41
+            assert distance(ours, exact) <= 1.1 * allowed
+            assert distance(ours, theirs) <= 1.5 * allowed  # two errors of that size at a right angle: 1.41
