@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "scripts" / "comparison")]
+WORKER = HERE.parent.parent / "scripts" / "comparison" / "stock_worker.py"
+sys.path.insert(0, str(HERE.parent))
 
 import kquants  # noqa: E402
 from golden_layout import MAIN_LENGTH, POSITIONS, columns  # noqa: E402
-from stock_logits import load_bindings, logits  # noqa: E402
 from tiny import token_ids  # noqa: E402
 
 from hotcold.runtime.gguf_file import dequantize, open_gguf  # noqa: E402
@@ -34,19 +34,26 @@ from hotcold.runtime.gguf_file import dequantize, open_gguf  # noqa: E402
 
 def main() -> None:
     llama = Path(sys.argv[1]).expanduser()
-    api = load_bindings(llama / "bin", llama)
-    ids = np.array(token_ids(MAIN_LENGTH, kquants.N_VOCAB), np.int32)
     chosen = np.ix_(POSITIONS, columns(kquants.N_VOCAB))
     golden = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         for mixture in kquants.MIXTURES:
             for name, in_f32 in ((mixture, False), (f"{mixture} exact", True)):
-                golden[name] = logits(api, kquants.write_stock(path, mixture, in_f32), ids, 1, step=False)[chosen]
+                golden[name] = logits(llama, kquants.write_stock(path, mixture, in_f32))[chosen]
             error = np.linalg.norm(golden[mixture] - golden[name]) / np.linalg.norm(golden[name])
             print(f"{mixture}: llama.cpp is {error:.4f} from exact")
         golden |= quantizing_errors(llama / "bin" / "llama-quantize", path)
     np.savez_compressed(HERE / "kquants.npz", **golden)
+
+
+def logits(llama: Path, model: Path) -> np.ndarray:
+    """float32 [MAIN_LENGTH, N_VOCAB] by llama.cpp, in one batch."""
+    ids, out = model.with_name("ids.npy"), model.with_name("out.npy")
+    np.save(ids, np.array(token_ids(MAIN_LENGTH, kquants.N_VOCAB), np.int32))
+    command = [sys.executable, WORKER, "logits", model, ids, out, "--lib", llama / "bin", "--bindings", llama]
+    subprocess.run(command, check=True, capture_output=True)
+    return np.asarray(np.load(out))
 
 
 def quantizing_errors(program: Path, path: Path) -> dict[str, np.ndarray]:
