@@ -8,6 +8,7 @@ waits at a barrier works on nothing: what is left of the wall time is the line "
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,10 +35,10 @@ class OpCost:
     bytes_per_second: float | None  # weights and KV cache; None where that is not known
 
     @classmethod
-    def of(cls, name: str, calls: int, threads_ns: np.ndarray, wall_ns: float, n_bytes: float | None) -> OpCost:
-        """threads_ns: f64 [n_threads]. n_bytes: read in all calls together."""
+    def of(cls, name: str, calls: int, threads_ns: np.ndarray, wall_ns: float, n_bytes: float) -> OpCost:
+        """threads_ns: f64 [n_threads]. n_bytes: read in all calls together; 0 or NaN: not known."""
         mean = float(threads_ns.mean())
-        rate = 1e9 * n_bytes / mean if n_bytes and mean > 0 else None
+        rate = 1e9 * n_bytes / mean if n_bytes > 0 and mean > 0 else None  # NaN is not above 0
         return cls(name, calls, mean, float(threads_ns.max()), mean / wall_ns, rate)
 
 
@@ -73,8 +74,7 @@ def op_costs(
         name = op_name(op)
         times.setdefault(name, []).append(threads_ns)
         calls[name] = calls.get(name, 0) + n_calls
-        once = _op_bytes(engine, op, many, stats, contexts)
-        read[name] = read.get(name, 0.0) + n_calls * once
+        read[name] = read.get(name, 0.0) + n_calls * _op_bytes(engine, op, many, stats, contexts)
     lines = [OpCost.of(name, calls[name], np.sum(t, axis=0), wall_ns, read[name]) for name, t in times.items()]
     lines.sort(key=lambda line: -line.ns)
     rest = max(0.0, wall_ns - sum(line.ns for line in lines))
@@ -91,7 +91,9 @@ def op_name(op: Op) -> str:
 
 
 def _op_bytes(engine: Engine, op: Op, many: bool, stats: LayerStats, contexts: np.ndarray) -> float:
-    """Bytes that one call reads."""
+    """Bytes that one call reads; NaN where it chooses among the neurons of a block, which nobody counts."""
+    if many and "list" in op.reads:
+        return math.nan
     if op.kind == "attend":
         return 0.0 if many else cache_bytes(engine, op.layer, contexts)
     if op.kind == "ffn":
