@@ -77,7 +77,7 @@ def test_page_tells_what_was_reached_and_keeps_remarks():
     assert "| Exact, gated, 10 % of the neurons active | ≥ 1.8 | 1.70 to 2.00 | 1 of 2 |" in page
     assert "| exact | 20.00 (20.00-20.00) | 10.00 (10.00-10.00) | 2.00 (2.00-2.00) | ≥ 1.8 | yes | 10.0% |" in page
     assert "| 40.0 | 50% | ≥ 75% | no | 10.00 |" in page and "| 80% | ≥ 75% | yes |" in page, "its share of the bound"
-    assert "1 of 3 runs: not measured." in page
+    assert "2 of 4 runs: not measured." in page
     assert "2026-01-02 03:04, `compare it`" in page and "build: -O3" in page and page.count("- a CPU") == 1
     assert remarks(page, "exact-gated") == "By hand.\nTwo lines.\n"
     assert write_page(results, page) == page, "writing it again changes nothing"

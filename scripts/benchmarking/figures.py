@@ -72,24 +72,27 @@ GEN, LARGE_GEN = "32", "16"  # generated tokens; of large models
 ONE_AND_TWO, TWO = ("--threads", "1,2"), ("--threads", "2")
 
 
-def decode(label: str, model: Model, target: float, *options: str) -> Job:
+def decode(model: Model, target: float, *options: str) -> Job:
     """Generation against llama.cpp; large models with two threads only, which halves the time."""
     large = "7b" in model.shape
     sizes = ("--prompt-tokens", "0", "--gen-tokens", LARGE_GEN if large else GEN)
     repack = ("--repack", "on") if model.kind == "f16" else ()  # F16 is not repacked
     threads = TWO if large else ONE_AND_TWO
-    return Job(label, "compare", model, (*sizes, *threads, *repack, "--quality-tokens", "0", *options), target)
+    options = (*sizes, *threads, *repack, "--quality-tokens", "0", *options)
+    return Job(f"{model.shape} {model.kind.upper()}", "compare", model, options, target)
 
 
 def dense(kind: str, target: float, *shapes: str) -> Figure:
-    jobs = tuple(decode(f"{shape} {kind.upper()}", Model(shape, kind), target) for shape in shapes)
+    jobs = tuple(decode(Model(shape, kind), target) for shape in shapes)
     return Figure(f"dense-{kind}", f"Dense decoding, {kind.upper()}",
                   "All neurons computed, the same file in both, generated tokens from an empty context.", "ratio",
                   jobs)  # fmt: skip
 
 
-SPARSE = tuple(Model("llama-1.3b", kind, 0.9, predictor=True) for kind in ("q8_0", "q4_0"))
-SPARSE_LARGE = Model("llama-7b", "q4_0", 0.9, predictor=True)
+SPARSE = tuple(
+    Model(shape, kind, 0.9, predictor=True)
+    for shape, kind in (("llama-1.3b", "f16"), ("llama-1.3b", "q8_0"), ("llama-1.3b", "q4_0"), ("llama-7b", "q4_0"))
+)
 WIDE, DEEP = (5632, 11264, 22528), (6, 12, 24)  # neurons per layer and layers: once, twice, four times
 BENCH = ("-p", "0", "-n", GEN, "-t", "1,2", "-r", "3")
 DEPTHS = "0,2048,4096,8192,16384,32000"
@@ -102,18 +105,18 @@ FIGURES = (
     Figure(
         "exact-gated", "Exact, gated, 10 % of the neurons active",
         "A ReLU model with 90 % of its neurons off, against its dense twin in llama.cpp: the same result.", "ratio",
-        tuple(decode(f"{m.shape} {m.kind.upper()}", m, 1.8, "--modes", "exact") for m in (*SPARSE, SPARSE_LARGE)),
+        tuple(decode(model, 1.8, "--modes", "exact") for model in SPARSE),
     ),
     Figure(
         "exact-opt", "Exact, not gated, 5 % of the neurons active",
         "OPT's shape, which llama.cpp does not have: against our own dense mode on the same file.", "dense",
-        (decode("opt-1.3b Q8_0", Model("opt-1.3b", "q8_0", 0.95), 1.5, "--modes", "dense,exact"),),
+        (decode(Model("opt-1.3b", "q8_0", 0.95), 1.5, "--modes", "dense,exact"),),
     ),
     Figure(
         "predict", "Predict, 10 % of the neurons active",
         "The models of `exact-gated`, whose predictors cost at most 4 % of the FFN's bytes, against the same twins.",
         "ratio",
-        tuple(decode(f"{m.shape} {m.kind.upper()}", m, 2.4, "--modes", "predict") for m in (*SPARSE, SPARSE_LARGE)),
+        tuple(decode(model, 2.4, "--modes", "predict") for model in SPARSE),
     ),
     Figure(
         "relu-smollm2", "A real model: SmolLM2-135M, relufied",

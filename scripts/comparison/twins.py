@@ -110,6 +110,8 @@ def make_twins(model: Path, stock: Path | None, folder: Path, as_is: bool | None
                 convert(ours, stock, "--to-stock")
         except HotcoldError as error:
             return Twins(ours, None, False, (f"There is no file for llama.cpp, so only ours was measured: {error}",))
+    if relu and not scaled and stock:
+        notes.append(f"llama.cpp has no ReLU for this architecture: `{stock.name}` was given as the same model for it.")
     if scaled:
         notes.append(f"llama.cpp has no ReLU for this architecture: its file is `{stock.name}`, gates scaled so that "
                      "SiLU comes close to ReLU.")  # fmt: skip
