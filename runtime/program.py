@@ -8,6 +8,9 @@ since the last barrier wrote (or writes one that was read). Private buffers neve
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +57,19 @@ def aligned(n_bytes: int) -> np.ndarray:
     return raw[start : start + n_bytes]
 
 
+def lazy(n_bytes: int) -> np.ndarray:
+    """The same, for memory that fills slowly: on small pages, so that what is not used yet takes no memory.
+
+    Each head has its own stretch of the KV cache: on huge pages its first token would take 2 MiB of each.
+    """
+    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return aligned(n_bytes)
+    memory = mmap.mmap(-1, max(1, n_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
 def _padded(n: int) -> int:
     return (n + 63) // 64 * 64
 
@@ -85,7 +101,7 @@ class Buffers:
         self.shared = {name: self._activations(name, width, n_batch) for name, width in widths.items()}
         self.cache_row = self._cache_row(c, kv_type)
         cache_bytes = c.n_head_kv * n_ctx * self.cache_row
-        self.cache = [(self._new(cache_bytes), self._new(cache_bytes)) for _ in range(c.n_layer)]
+        self.cache = [(self._new(cache_bytes, lazy), self._new(cache_bytes, lazy)) for _ in range(c.n_layer)]
         self.marks = self._new(4 * (_padded(max(c.n_ff)) // 16))  # a bit per neuron that some token of a block needs
         self._make_arena(c, n_threads, widths["hq"])
 
@@ -110,8 +126,8 @@ class Buffers:
         tables = 12 * n_ctx * config.head_dim  # in f32, and in f64 while they are made
         return cache + activations + n_threads * attention_bytes(n_ctx) + tables
 
-    def _new(self, n_bytes: int) -> int:
-        memory = aligned(n_bytes)
+    def _new(self, n_bytes: int, allocate: Callable[[int], np.ndarray] = aligned) -> int:
+        memory = allocate(n_bytes)
         self._memory.append(memory)
         return memory.ctypes.data
 

@@ -151,3 +151,22 @@ def test_prefetching_asks_for_the_whole_file_and_ends_with_it(small: Path, monke
     with open_gguf(small) as file:
         file.prefetch()
         assert not finished()
+
+
+def test_the_cache_takes_memory_as_it_fills(small: Path) -> None:
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        pytest.skip("this system does not say what its mappings are")
+    with Engine.open(small, threads=1, n_ctx=128, kv_type="f32") as engine:
+        addresses = [address for pair in engine._buffers.cache for address in pair]
+        assert all(address % 4096 == 0 for address in addresses)
+        found, inside = 0, False
+        for line in smaps.read_text().splitlines():
+            head = line.split()
+            if "-" in head[0] and not head[0].endswith(":"):
+                start, end = (int(part, 16) for part in head[0].split("-"))
+                inside = any(start <= address < end for address in addresses)
+            elif inside and line.startswith("VmFlags:"):
+                assert "nh" in head  # no huge pages: the first token of each head would take one
+                found += 1
+        assert found > 0
