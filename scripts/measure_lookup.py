@@ -165,9 +165,10 @@ def print_texts(model: Model, params: SamplingParams, tokens: int, rounds: int, 
     for name, message in TASKS.items():
         ids = model.encode_chat([{"role": "user", "content": message}])
         pairs = []  # generation statistics without and with lookup
-        for _ in range(rounds + 1):
-            plain_text, plain = generate(model, ids, params, tokens, 0)
-            text, stats = generate(model, ids, params, tokens, lookup)
+        for turn in range(rounds + 1):
+            order = (0, lookup) if turn % 2 else (lookup, 0)  # so that neither always comes second
+            done = {limit: generate(model, ids, params, tokens, limit) for limit in order}
+            (plain_text, plain), (text, stats) = done[0], done[lookup]
             if text != plain_text:
                 raise HotcoldError(f"{name}: the text with lookup differs: {text!r}, without: {plain_text!r}")
             pairs.append((plain, stats))
