@@ -19,7 +19,7 @@ from hotcold.runtime.kernels import formats
 from hotcold.runtime.weights import load_weights
 
 ALIGNMENT = 256  # every array on the GPU starts at a multiple
-KV_BYTES = {"f16": 2, "f32": 4}
+KV_FORMATS = {"f16": formats.F16, "f32": formats.F32, "q8_0": formats.Q8_0}
 _ARRAYS = 40  # on the GPU, at most: per layer, and outside the layers
 # Key rows as layers with a ReLU after their norms have them: by input column.
 _KEYS_BY_COLUMN = (schema.FFN_GATE_T, schema.FFN_UP_T)
@@ -94,7 +94,7 @@ def model_bytes(file: GGUFFile, config: ModelConfig, n_ctx: int, kv_type: str = 
             parts[int(number)][part] = info.n_bytes
         else:
             outside[name] = info.n_bytes
-    kv = 2 * config.n_head_kv * n_ctx * config.head_dim * KV_BYTES[kv_type]
+    kv = 2 * config.n_head_kv * n_ctx * formats.row_bytes(KV_FORMATS[kv_type], config.head_dim)
     layers = tuple(_layer(config, number, part, kv) for number, part in enumerate(parts))
     embedding = outside.pop("token_embd.weight")
     tied = "output.weight" not in outside

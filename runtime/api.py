@@ -71,9 +71,9 @@ class Model:
         sparsity: "exact" (skip neurons that are exactly off), "dense" (compute all), "predict" (look only at neurons
         that the file's predictors choose; not exact), "auto" (exact where neurons switch off). threads: None for what
         the machine gives this process. n_ctx: tokens of context; None for the smaller of 4096 and what the model was
-        trained on. kv_type: "f16" or "f32". mmap: False reads the file into memory instead of mapping it. mlock: keep
-        it in RAM, where the system allows that. notify: gets one line for each thing worth knowing (defaults to the
-        logger "hotcold", level INFO).
+        trained on. kv_type: "f16", "q8_0" or "f32". mmap: False reads the file into memory instead of mapping it.
+        mlock: keep it in RAM, where the system allows that. notify: gets one line for each thing worth knowing
+        (default: the logger "hotcold", level INFO).
 
         Raises HotcoldError if the file is not a model this program computes, or an option is out of range.
         """

@@ -82,9 +82,9 @@ class Engine:
         """Load a model.
 
         path: a neuron-split GGUF, or a stock one whose types are native (then dense). n_ctx: tokens the KV cache
-        holds; None: the model's, at most 4096; 0: the model's. kv_type: "f16" or "f32". mmap: False reads the file
-        into memory instead of mapping it; mlock: keep it in RAM, where the system allows that. notify is called with
-        each line a user should know. Raises HotcoldError (GGUFError for a file that cannot be trusted).
+        holds; None: the model's, at most 4096; 0: the model's. kv_type: "f16", "q8_0" or "f32". mmap: False reads the
+        file into memory instead of mapping it; mlock: keep it in RAM, where the system allows that. notify is called
+        with each line a user should know. Raises HotcoldError (GGUFError for a file that cannot be trusted).
         """
         if kv_type not in KV_TYPES:
             raise HotcoldError(f"KV cache type {kv_type!r} is unknown, choose from {', '.join(KV_TYPES)}")

@@ -191,7 +191,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-token", action="store_true",
                         help="evaluate token by token, as in generation, and count neurons (always with predict)")
     parser.add_argument("-t", "--threads", metavar="N", type=count, help="default: what the machine gives")
-    parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache (default f16)")
+    parser.add_argument("--kv-type", choices=("f16", "q8_0", "f32"), default="f16",
+                        help="type of the KV cache (default f16)")
     add_memory_options(parser)
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--save-kl-base", metavar="FILE", type=_path,

@@ -17,16 +17,19 @@ import numpy as np
 
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
+from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.facts import fires
 from hotcold.runtime.kernels import formats, walk
-from hotcold.runtime.kernels.attention import attention_bytes
+from hotcold.runtime.kernels.attention import FEW_BYTES, part_bytes, parts_bytes
+from hotcold.runtime.kernels.attention_block import block_bytes
 from hotcold.runtime.kernels.blocks import panel_bytes
 from hotcold.runtime.kernels.ffn import LIST_PADDING, SCORES, SIGNS
+from hotcold.runtime.kernels.sync import LINE
 from hotcold.runtime.kernels.vector import ACTIVATION_CODES
 from hotcold.runtime.plan import Op, Plan
 from hotcold.runtime.weights import Matrix
 
-KV_TYPES = {"f16": formats.F16, "f32": formats.F32}
+KV_TYPES = {"f16": formats.F16, "f32": formats.F32, "q8_0": formats.Q8_0}
 _PAGE = 4096
 FEW_TOKENS = 8  # most that the token program takes at once
 _PRIVATE = ("h", "hq", "hidden")  # of the token program: every thread makes its own copy
@@ -74,6 +77,11 @@ def _padded(n: int) -> int:
     return (n + 63) // 64 * 64
 
 
+def _scores_bytes(c: ModelConfig) -> int:
+    """Attention's scratch of a thread."""
+    return max(FEW_BYTES, block_bytes(c.head_dim))
+
+
 def _rank(c: ModelConfig) -> int:
     """Hidden values of the largest predictor."""
     return max((p.rank for p in c.predictors), default=0)
@@ -103,6 +111,8 @@ class Buffers:
         cache_bytes = c.n_head_kv * n_ctx * self.cache_row
         self.cache = [(self._new(cache_bytes, lazy), self._new(cache_bytes, lazy)) for _ in range(c.n_layer)]
         self.marks = self._new(4 * (_padded(max(c.n_ff)) // 16))  # a bit per neuron that some token of a block needs
+        self.parts = self._new(parts_bytes(FEW_TOKENS, c.n_head, c.head_dim, n_ctx))
+        self.merged = self._new(LINE * c.n_head_kv)  # counters, 0 between runs
         self._make_arena(c, n_threads, widths["hq"])
 
     @staticmethod
@@ -116,7 +126,12 @@ class Buffers:
 
     @staticmethod
     def _cache_row(c: ModelConfig, kv_type: str) -> int:
-        return c.head_dim * (2 if KV_TYPES[kv_type] == formats.F16 else 4)
+        if kv_type == "q8_0" and c.head_dim % formats.BLOCK:
+            raise HotcoldError(
+                f"--kv-type q8_0 needs heads whose size is a multiple of {formats.BLOCK}, "
+                f"this model's is {c.head_dim}: use --kv-type f16"
+            )
+        return formats.row_bytes(KV_TYPES[kv_type], c.head_dim)
 
     @classmethod
     def estimate(cls, config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str) -> int:
@@ -124,7 +139,8 @@ class Buffers:
         cache = 2 * config.n_layer * config.n_head_kv * n_ctx * cls._cache_row(config, kv_type)
         activations = 6 * n_batch * sum(cls._widths(config).values())  # f32 and act blocks
         tables = 12 * n_ctx * config.head_dim  # in f32, and in f64 while they are made
-        return cache + activations + n_threads * attention_bytes(n_ctx) + tables
+        parts = parts_bytes(FEW_TOKENS, config.n_head, config.head_dim, n_ctx)
+        return cache + activations + n_threads * _scores_bytes(config) + parts + tables
 
     def _new(self, n_bytes: int, allocate: Callable[[int], np.ndarray] = aligned) -> int:
         memory = allocate(n_bytes)
@@ -143,7 +159,7 @@ class Buffers:
         self.ld_list = 4 * (_padded(max(*c.n_ff, c.n_embd)) + LIST_PADDING)
         layout = {
             "scratch": panel_bytes(max(c.n_embd, widest)),
-            "scores": attention_bytes(self.n_ctx),
+            "scores": _scores_bytes(c),
             "h": few * 4 * _padded(c.n_embd),
             "h_b": few * 2 * _padded(c.n_embd),
             "hq_b": few * 2 * _padded(widest),
@@ -311,7 +327,11 @@ class Lowering:
         }  # fmt: skip
 
     def _attend(self, op: Op) -> dict:
-        fields = {"window": self.config.window[op.layer], "srcb": self.buffers.private["scores"], "few": not self.many}
+        c, b = self.config, self.buffers
+        fields = {
+            "window": c.window[op.layer], "srcb": b.private["scores"], "few": not self.many, "w4": b.parts,
+            "stride": part_bytes(c.head_dim), "signs": b.merged,
+        }  # fmt: skip
         return self._heads(op.layer) | fields | self._to("att")
 
     def _ffn(self, op: Op) -> dict:

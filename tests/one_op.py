@@ -140,23 +140,30 @@ def memory(at: int, rows: int, row_bytes: int, dtype: type = np.float32) -> np.n
     return np.ctypeslib.as_array(raw).view(dtype).reshape(rows, -1)
 
 
+KV_NAMES = {np.dtype(np.float16): "f16", np.dtype(np.float32): "f32", np.dtype(np.uint8): "q8_0"}
+
+
 def attention(
-    q: np.ndarray, caches: np.ndarray, *, pos: int, window: int, scale: float, n_threads: int, many_tokens: bool
-) -> np.ndarray:
+    q: np.ndarray, caches: np.ndarray, *, pos: int, window: int, scale: float, n_threads: int, many_tokens: bool,
+    caches_at: tuple[int, int] | None = None,
+) -> np.ndarray:  # fmt: skip
     """The ATTEND operator as the engine lowers it: q [n_tok, heads, head_dim], caches [2, kv heads, n_ctx, head_dim].
 
-    Returns the output buffer [n_tok + 1, >= heads * head_dim] with canaries around what is the operator's.
+    caches of uint8: rows of Q8_0 in the place of head_dim. caches_at: where K and V lie, if not where the engine puts
+    them. Returns the output buffer [n_tok + 1, >= heads * head_dim] with canaries around what is the operator's.
     """
     n_tok, heads, head_dim = q.shape
     _, kv_heads, n_ctx, _ = caches.shape
     c = config(n_head=heads, n_head_kv=kv_heads, head_dim=head_dim, window=(window,))
-    buffers = program.Buffers(c, n_threads, n_ctx, n_tok + 1, "f16" if caches.dtype == np.float16 else "f32")
+    buffers = program.Buffers(c, n_threads, n_ctx, n_tok + 1, KV_NAMES[caches.dtype])
     ops = (plan.Op("attend", 0, ("q", "cache0"), ("att",), scale=scale),)
     lowered = program.Lowering(plan.Plan(c, "dense", ops, ops), buffers, many_tokens).program(ops)
     source, to = buffers.shared["q"], buffers.shared["att"]
     memory(source.addr, n_tok, source.ld)[:, : heads * head_dim] = q.reshape(n_tok, -1)
     for at, cache in zip(buffers.cache[0], caches, strict=True):
         ctypes.memmove(at, np.ascontiguousarray(cache).ctypes.data, cache.nbytes)
+    if caches_at:
+        lowered["w3"], lowered["aux"] = caches_at
     out = memory(to.addr, n_tok + 1, to.ld)
     out[:] = CANARY
     Runner(n_threads).run(lowered, n_tok=n_tok, pos=pos, arena=buffers.arena, arena_size=buffers.arena_size)

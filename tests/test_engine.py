@@ -381,8 +381,8 @@ def test_kv_types(model: Any, opened: Any) -> None:
     path = model()
     wide, narrow = (opened(path, kv_type=kind).forward(TOKENS[:20]) for kind in ("f32", "f16"))
     assert 0 < error(narrow, wide) < 1e-2
-    with pytest.raises(HotcoldError, match="q8_0.*f16, f32"):
-        Engine.open(path, kv_type="q8_0")
+    with pytest.raises(HotcoldError, match="q4_0.*f16, f32, q8_0"):
+        Engine.open(path, kv_type="q4_0")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ SELECTED = [
     "test_engine.py::test_logits_of_every_format",
     "test_ffn.py::test_exact_equals_dense",
     "test_kernels.py",
+    "test_attention.py",
 ]
 
 RUN = """

@@ -25,7 +25,6 @@ from one_op import (
     NAMES,
     Runner,
     address,
-    attention,
     block_length,
     canaries,
     cases,
@@ -398,101 +397,6 @@ def test_activations(activation: str, gated: bool, n: int, runner: Runner, rng: 
     assert close(wide_keys[:, :n], want, size, 2e-6)
     if activation in ("relu", "fatrelu", "drelu", "relu2"):
         assert np.array_equal(wide_keys[:, :n] != 0, np.abs(want) >= TINY)
-
-
-# ------------------------------------------------------------------ attention
-
-
-@pytest.mark.parametrize("kv", [np.float16, np.float32])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("head_dim", "n_dims"), [(8, 8), (16, 16), (24, 8), (64, 64), (80, 20), (128, 2), (16, 0)])
-def test_rope_turns_queries_and_fills_the_cache(
-    kv: type, interleaved: bool, head_dim: int, n_dims: int, rng: np.random.Generator
-) -> None:
-    heads, kv_heads, n_ctx, pos, n_tok = 6, 2, 13, 3, 4
-    for n_threads, normed in ((1, False), (3, True)):
-        shapes = [(n_tok + 1, h, head_dim) for h in (heads, kv_heads, kv_heads)]
-        q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-        cos, sin = rng.standard_normal((2, n_ctx, max(1, n_dims // 2))).astype(np.float32)
-        wq, wk = rng.standard_normal((2, head_dim)).astype(np.float32)
-        caches: np.ndarray = np.full((2, kv_heads, n_ctx, head_dim), 9, kv)
-        old = q.copy(), k.copy(), v.copy()
-        op = record(
-            walk.ROPE, rows=heads, cols=kv_heads, unit=head_dim, qt=formats.F16 if kv is np.float16 else formats.F32,
-            w3=caches[0], aux=caches[1], aux2=n_ctx, stride3=caches.strides[2], src=q, ld_src=q.strides[0], dst=k,
-            ld_dst=k.strides[0], dstb=v, ld_dstb=v.strides[0], stride=n_dims, flag=interleaved, eps=1e-6,
-            w=wq if normed else 0, w2=wk if normed else 0,
-        )  # fmt: skip
-        Runner(n_threads).run(op, n_tok=n_tok, pos=pos, cos=address(cos), sin=address(sin), rope_row=cos.strides[0])
-        turn_cos, turn_sin = (a[pos : pos + n_tok, None, : n_dims // 2] for a in (cos, sin))
-        want_q, want_k = (
-            reference.rotate(reference.rms_norm(x[:-1], w, 1e-6) if normed else x[:-1], turn_cos, turn_sin, interleaved)
-            for x, w in ((old[0], wq), (old[1], wk))
-        )
-        assert close(q[:-1], want_q, 4 + np.abs(want_q), 1e-6)
-        written = caches[:, :, pos : pos + n_tok].astype(np.float64)  # [2, kv_heads, n_tok, head_dim]
-        size = 4 + np.abs(want_k) * (2**-11 / 1e-6 if kv is np.float16 else 1)
-        assert close(written[0], want_k.swapaxes(0, 1), size.swapaxes(0, 1), 1.01e-6)
-        assert np.array_equal(written[1], old[2][:-1].swapaxes(0, 1).astype(kv))
-        assert (caches[:, :, :pos] == 9).all() and (caches[:, :, pos + n_tok :] == 9).all()
-        assert all(same_bits(a[-1], b[-1]) for a, b in zip((q, k, v), old, strict=True))  # no token of this run
-
-
-@pytest.mark.parametrize("kv", [np.float16, np.float32])
-@pytest.mark.parametrize("head_dim", [2, 8, 16, 24, 64, 80, 100, 128])
-def test_attention_at_every_length(kv: type, head_dim: int, rng: np.random.Generator) -> None:
-    for n_pos in range(1, 71):
-        check_attention(rng, kv, head_dim, 4, 2, n_pos - 1, 1, 0)
-
-
-@pytest.mark.parametrize("kv", [np.float16, np.float32])
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 100])
-def test_attention_of_blocks(kv: type, head_dim: int, rng: np.random.Generator) -> None:
-    for n_tok, pos in itertools.product((2, 5, 6, 7, 8, 9, 16, 17, 33, 70), (0, 1, 31)):
-        check_attention(rng, kv, head_dim, 4, 2, pos, n_tok, 0)
-
-
-def test_attention_over_many_positions(rng: np.random.Generator) -> None:
-    for pos, n_tok, window in ((2047, 1, 0), (2040, 9, 0), (2100, 20, 0), (4200, 17, 0), (2500, 20, 2100)):
-        check_attention(rng, np.float16, 16, 2, 1, pos, n_tok, window)
-
-
-@pytest.mark.parametrize("n_threads", [1, 3])
-@pytest.mark.parametrize("window", [1, 2, 8, 16, 17, 31])
-def test_attention_window(window: int, n_threads: int, rng: np.random.Generator) -> None:
-    for pos, n_tok in ((0, 1), (0, 9), (7, 1), (8, 2), (15, 17), (39, 1), (3, 40)):
-        check_attention(rng, np.float32, 24, 6, 3, pos, n_tok, window, n_threads=n_threads)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (32, 4), (64, 8), (7, 7), (9, 3)])
-def test_attention_shares_keys_between_heads(heads: int, kv_heads: int, rng: np.random.Generator) -> None:
-    for n_threads, n_tok in itertools.product((1, 2, 7), (1, 4, 20)):
-        check_attention(rng, np.float16, 16, heads, kv_heads, 5, n_tok, 0, n_threads=n_threads)
-
-
-def check_attention(
-    rng: np.random.Generator, kv: type, head_dim: int, heads: int, kv_heads: int, pos: int, n_tok: int, window: int,
-    size: float = 1.0, n_threads: int = 1,
-) -> None:  # fmt: skip
-    """The cache is NaN where no token is yet and before the window, so that reading there shows."""
-    n_ctx = pos + n_tok + 3
-    caches: np.ndarray = np.full((2, kv_heads, n_ctx, head_dim), np.nan, kv)
-    caches[:, :, : pos + n_tok] = rng.standard_normal((2, kv_heads, pos + n_tok, head_dim)) * size
-    if window:
-        caches[:, :, : max(0, pos + 1 - window)] = np.nan
-    q = (rng.standard_normal((n_tok, heads, head_dim)) * size).astype(np.float32)
-    want = reference.attention(q, caches[0], caches[1], pos, window, head_dim**-0.5).reshape(n_tok, -1)
-    for many_tokens in (False, True) if n_tok == 1 else (True,):
-        out = attention(q, caches, pos=pos, window=window, scale=head_dim**-0.5, n_threads=n_threads,
-                        many_tokens=many_tokens)  # fmt: skip
-        assert close(out[:-1, : want.shape[1]], want, 3 * size, 2e-6 * size)
-        assert (out[-1] == CANARY).all() and (out[:, -(-want.shape[1] // 16) * 16 :] == CANARY).all()
-
-
-def test_attention_with_large_scores(rng: np.random.Generator) -> None:
-    """Scores in the thousands: one position takes all, none overflows."""
-    for n_tok in (1, 20):
-        check_attention(rng, np.float32, 16, 2, 1, 40, n_tok, 0, size=30.0)
 
 
 # ------------------------------------------------------------------ barrier

@@ -11,7 +11,8 @@ cheaper than sharing it.
 import numpy as np
 from numba import njit
 
-from hotcold.runtime.kernels.attention import QUERIES, attend, attend_block, store_cache
+from hotcold.runtime.kernels.attention import attend_few, store_cache
+from hotcold.runtime.kernels.attention_block import attend_block
 from hotcold.runtime.kernels.blocks import few_tokens, matmul, matmul_columns
 from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
 from hotcold.runtime.kernels.formats import F32, PACK_TOKENS
@@ -158,24 +159,11 @@ def _rope(o, t, n_threads, n_tok, pos, cos, sin, rope_row):
 @njit
 def _attend(o, t, n_threads, n_tok, pos, scratch, scores):
     """Same fields as _rope; srcb = scores, private; window > 0: a token sees itself and the window - 1 before it.
-    Work is dealt round-robin: later tokens of a block see more."""
-    hd = o.unit
-    group = o.rows // o.cols
-    step = 1 if o.few or n_tok < PACK_TOKENS else QUERIES
-    tiles = (n_tok + step - 1) // step
-    for item in range(t, tiles * o.rows, n_threads):
-        tok, head = item // o.rows * step, item % o.rows
-        row = head // group * o.aux2 * o.stride3
-        q = o.src + tok * o.ld_src + 4 * head * hd
-        out = o.dst + tok * o.ld_dst + 4 * head * hd
-        if step > 1:
-            attend_block(o.qt, q, o.ld_src, min(step, n_tok - tok), o.w3 + row, o.aux + row, pos + tok, o.window, hd,
-                         o.scale, out, o.ld_dst, scratch, scores)  # fmt: skip
-        else:
-            end = pos + tok + 1
-            start = max(0, end - o.window) if o.window else 0
-            row += start * o.stride3
-            attend(o.qt, q, o.w3 + row, o.aux + row, end - start, hd, o.scale, scores, out)
+    w4, stride: what chunks of positions give, and bytes of one such part; signs: a counter per KV head."""
+    if not o.few and n_tok >= PACK_TOKENS:
+        attend_block(o, t, n_threads, n_tok, pos, scratch, scores)
+    else:
+        attend_few(o, t, n_threads, n_tok, pos, scores)
 
 
 @njit
