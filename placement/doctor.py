@@ -174,6 +174,7 @@ def _tables(
     limit = f"{machine.cgroup:g}" if math.isfinite(machine.cgroup) else "no limit"
     rows = [
         ("CPU", f"{machine.cpu}; {', '.join(machine.features) or 'no features that the kernels use'}"),
+        ("kernels", f"{machine.kernels} path"),
         ("cores", f"{machine.cores} ({machine.logical} logical), {machine.allowed} allowed, control group: {limit}"),
         ("threads", f"{machine.threads} by default"),
         ("RAM", f"{format_bytes(machine.ram)}, last-level cache {format_bytes(machine.cache)}"),

@@ -38,6 +38,7 @@ class Machine:
 
     cpu: str
     features: tuple[str, ...]  # those that the kernels use
+    kernels: str  # the instructions they were written for here: kernels/isa.py
     missing: tuple[str, ...]  # those without which they do not run
     logical: int
     cores: int
@@ -66,6 +67,7 @@ def describe_machine() -> Machine:
     return Machine(
         cpu=cpu_name(),
         features=tuple(f for f in _SHOWN_FEATURES if f in isa.FEATURES),
+        kernels=simd.ISA,
         missing=tuple(simd.MISSING),
         logical=logical,
         cores=psutil.cpu_count(logical=False) or logical,

@@ -29,8 +29,9 @@ from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
 
-MACHINE = Machine(cpu="a CPU", features=("avx2",), missing=(), logical=4, cores=2, allowed=4, cgroup=math.inf,
-                  threads=2, cache=1 << 20, ram=8 << 30, gpus=(), gpu_reason="CuPy is not installed")  # fmt: skip
+MACHINE = Machine(cpu="a CPU", features=("avx2",), kernels="avx2", missing=(), logical=4, cores=2, allowed=4,
+                  cgroup=math.inf, threads=2, cache=1 << 20, ram=8 << 30, gpus=(),
+                  gpu_reason="CuPy is not installed")  # fmt: skip
 
 
 class FakeEvent:
@@ -263,7 +264,7 @@ def test_models_with_thresholds_run_exact(tmp_path: Path) -> None:
 def test_types_that_are_not_computed(tmp_path: Path) -> None:
     spec = Spec(layout="stock")
     tensors = make_tensors(spec)
-    tensors["blk.0.attn_q.weight"] = (Type.Q5_0, tensors["blk.0.attn_q.weight"][1])
+    tensors["blk.0.attn_q.weight"] = (Type.F64, tensors["blk.0.attn_q.weight"][1].astype(np.float64))
     with open_gguf(write_model(tmp_path / "m.gguf", spec, tensors)) as file:
         reads = doctor.model_reads(file, ModelConfig.from_gguf(file))
     assert reads.exact is None and "does not run this file" in would_do(MACHINE, reads)[1]
