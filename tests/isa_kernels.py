@@ -34,13 +34,13 @@ def product(program, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
     o = program[0]
     for t in range(n_tok):
         quantize(x + t * ldx, xb + t * ldxb, o.cols // 32 * 32)
-    matmul(o, 0, o.rows, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch)
+    matmul(o, 0, o.rows, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch, 0)
 
 
 @njit(nogil=True)
 def columns(program, n_tok, x, ldx, dst, ldd, scratch):
     o = program[0]
-    matmul_columns(o, 0, o.cols, n_tok, x, ldx, dst, ldd, scratch)
+    matmul_columns(o, 0, o.cols, n_tok, x, ldx, dst, ldd, scratch, 0, 0)
 
 
 @njit(nogil=True)
