@@ -163,13 +163,16 @@ def _pack_values(b: ir.IRBuilder, rows: list, dst) -> None:
         store(b, _add(b, dst, 64 * g), group)
 
 
-def _rows_at(b: ir.IRBuilder, a, stride, last, ids) -> list:
-    """Addresses of 16 rows: rows 0..last of a matrix, or of a list of i32 (ids is not 0); the last one repeated."""
+def _rows_at(b: ir.IRBuilder, a, stride, last, ids, panel) -> list:
+    """Addresses of 16 rows: rows 0..last of a matrix, or of a list of i32 (ids is not 0); the last one repeated.
+
+    panel: memory to read instead of a list; a matrix at the end of a file may be shorter than an i32.
+    """
     listed = b.icmp_signed("!=", ids, I64(0))
     rows = []
     for r in range(LANES):
         index = _smaller(b, r, last)
-        entry = b.select(listed, b.add(ids, b.mul(index, I64(4))), a)  # without a list any memory will do
+        entry = b.select(listed, b.add(ids, b.mul(index, I64(4))), panel)
         rows.append(b.add(a, b.mul(stride, b.select(listed, b.sext(load(b, entry, I32), I64), index))))
     return rows
 
@@ -186,7 +189,7 @@ def _byte_packer(decode, size: int, minimum: bool = False):
     @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr)
     def pack(b, a, stride, last, ids, blocks, panel):
         """A byte panel of `blocks` blocks of 32 columns of 16 rows, see _rows_at."""
-        rows = _rows_at(b, a, stride, last, ids)
+        rows = _rows_at(b, a, stride, last, ids, panel)
         with cgutils.for_range(b, blocks) as loop:
             dst = b.add(panel, b.mul(loop.index, I64(WIDE_BLOCK if minimum else BYTE_BLOCK)))
             starts = _ahead(b, rows, loop.index, size)
@@ -206,7 +209,7 @@ def _super_packer(f: SuperBlock):
 
     @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr)
     def pack(b, a, stride, last, ids, blocks, panel):
-        rows = _rows_at(b, a, stride, last, ids)
+        rows = _rows_at(b, a, stride, last, ids, panel)
         with cgutils.for_range(b, b.lshr(blocks, I64(3))) as outer:
             to = b.add(panel, b.mul(outer.index, I64(8 * WIDE_BLOCK)))
             starts = _ahead(b, rows, outer.index, f.size)
@@ -252,7 +255,7 @@ def _float_packer(load_row, size: int):
 
     @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr)
     def pack(b, a, stride, last, ids, blocks, panel):
-        rows = _rows_at(b, a, stride, last, ids)
+        rows = _rows_at(b, a, stride, last, ids, panel)
         with cgutils.for_range(b, blocks) as loop:
             dst = b.add(panel, b.mul(loop.index, I64(4 * FLOAT_ROWS * 16)))
             values = [load_row(b, at) for at in _ahead(b, rows, loop.index, 16 * size)]
