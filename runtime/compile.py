@@ -27,20 +27,19 @@ def run(args: argparse.Namespace) -> int:
 
     if simd.MISSING:
         raise HotcoldError(f"this CPU lacks {', '.join(simd.MISSING)}: an x86 CPU needs AVX2, F16C and FMA")
-    began, told, console = time.perf_counter(), [], Console(stderr=True, highlight=False)
+    began, compiled, console = time.perf_counter(), False, Console(stderr=True, highlight=False)
     columns = (SpinnerColumn("line"), TextColumn("{task.description}"), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
-    def notify(line: str) -> None:
-        told.append(line)
-        note(line)
+    def show(name: str) -> None:
+        nonlocal compiled
+        compiled = True
+        bar.update(task, description=f"compiling {name}")
 
     with bar:
         task = bar.add_task("loading the kernels", total=None)
-        cache.compile_cached(
-            compiled_functions(), notify, lambda name: bar.update(task, description=f"compiling {name}")
-        )
-    if told:
+        cache.compile_cached(compiled_functions(), note, show)
+    if compiled:
         note(f"compiled for {simd.ISA} in {time.perf_counter() - began:.0f} s, kept in {cache.cache_folder()}")
     elif not args.quiet:
         note(f"compiled already for {simd.ISA}, in {cache.cache_folder()}")
