@@ -1,7 +1,7 @@
 """The figures of BENCHMARKS.md, each by one command.
 
-In: names of figures. Out: results as JSON in benchmarks/, and BENCHMARKS.md with --write. Next: benchmarking/figures.py
-says what each one is, runs.py runs it, page.py writes the page.
+In: names of figures. Out: results as JSON in .benchmarks/, and BENCHMARKS.md with --write. Next:
+benchmarking/figures.py says what each one is, runs.py runs it, page.py writes the page.
 
     python scripts/benchmarks.py --list
     python scripts/benchmarks.py dense-q8_0 predict --quick
@@ -90,7 +90,7 @@ def prepare(figures: list[Figure], options: Options) -> int:
 
 def main() -> int:
     args = parse_args()
-    results = args.results or CHECKOUT / "benchmarks"
+    results = args.results or CHECKOUT / ".benchmarks"
     reps = 1 if args.tiny else QUICK_REPS if args.quick else REPS
     options = Options(
         models=args.models, results=results, demo=args.demo, reps=reps,

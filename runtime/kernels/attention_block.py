@@ -13,7 +13,7 @@ from hotcold.runtime.kernels.attention import CHUNK, LD_SCORES, LOW, exponential
 from hotcold.runtime.kernels.attention_tiles import first_lane
 from hotcold.runtime.kernels.blocks import TILE_BYTES, pack_columns, pack_floats
 from hotcold.runtime.kernels.formats import F32, Q8_0
-from hotcold.runtime.kernels.rows import ONE, ZERO, copy_row
+from hotcold.runtime.kernels.rows import NONE, ONE, ZERO, copy_row
 from hotcold.runtime.kernels.simd import fma_w, load_f32, load_w, splat_w, store_f32, store_w
 from hotcold.runtime.kernels.tiles import FLOAT_ROWS, TILE_TOKENS, float_tile
 from hotcold.runtime.kernels.vector import exp_w
@@ -76,11 +76,11 @@ def _pack_keys(o, kv, p, rows, panel, floats):
     """Panel of `rows` positions from p; block formats by way of f32 rows."""
     a = o.w3 + (kv * o.aux2 + p) * o.stride3
     if o.qt != Q8_0:
-        pack_floats(o.qt, a, o.stride3, rows - 1, 0, o.unit, panel)
+        pack_floats(o.qt, a, o.stride3, rows - 1, NONE, o.unit, panel)
         return
     for i in range(rows):
         copy_row(o.qt, a + i * o.stride3, o.unit, ONE, floats + 4 * i * o.unit)
-    pack_floats(F32, floats, 4 * o.unit, rows - 1, 0, o.unit, panel)
+    pack_floats(F32, floats, 4 * o.unit, rows - 1, NONE, o.unit, panel)
 
 
 @njit(inline="always")
@@ -130,7 +130,7 @@ def _block_values(o, kv, heads, n_tok, pos, base, lo, hi, out, fresh, panel, scr
     v = o.aux + kv * o.aux2 * o.stride3
     for c in range(0, hd, FLOAT_ROWS):
         width = min(FLOAT_ROWS, hd - c)
-        pack_columns(o.qt, v, o.stride3, lo, hi, 0, c, hd, panel)
+        pack_columns(o.qt, v, o.stride3, lo, hi, NONE, c, hd, panel)
         for t in range(0, n_tok, TILE_TOKENS):
             tokens = min(TILE_TOKENS, n_tok - t)
             n_pos = max(0, min(hi, pos + t + tokens) - lo)

@@ -23,7 +23,7 @@ from hotcold.runtime.kernels.formats import (
     Q6_K,
     Q8_0,
 )
-from hotcold.runtime.kernels.rows import matvec, row1, row16
+from hotcold.runtime.kernels.rows import NONE, matvec, row1, row16
 from hotcold.runtime.kernels.simd import load_f32, load_i32, store_f32, store_w, zero_w
 from hotcold.runtime.kernels.tiles import (
     FLOAT_ROWS,
@@ -88,7 +88,7 @@ def pack_bytes(qt, a, stride, last, ids, n, panel):
         pack_q6k(a, stride, last, ids, n // 32, panel)
 
 
-@njit
+@njit(inline="always")
 def multiply_bytes(qt, panel, n, xb, ldxb, last, out):
     """One tile of sums from a byte panel of n columns: tokens 0..last."""
     if qt == Q6_K:
@@ -107,7 +107,7 @@ def pack_floats(qt, a, stride, last, ids, n, panel):
     """
     for v in range(FLOAT_VECTORS):
         first = min(v * LANES, last)
-        base, left, list_ = (a, last - first, ids + 4 * first) if ids else (a + first * stride, last - first, 0)
+        base, left, list_ = (a, last - first, ids + 4 * first) if ids else (a + first * stride, last - first, NONE)
         dst = panel + 4 * v * LANES
         if qt == F16:
             pack_f16(base, stride, left, list_, n // 16, dst)
@@ -127,12 +127,12 @@ def few_tokens(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
     for r in range(r0, r1, 4):
         end = min(r + 4, r1)
         for t in range(n_tok):
-            matvec(o.qt, o.w + r * o.stride, o.stride, 0, end - r, o.cols, x + t * ldx, xb + t * ldxb, scratch)
+            matvec(o.qt, o.w + r * o.stride, o.stride, NONE, end - r, o.cols, x + t * ldx, xb + t * ldxb, scratch, NONE)
             for i in range(end - r):
                 finish(dst + t * ldd, load_f32(scratch + 4 * i), o.bias, r + i, o.scale, o.add)
 
 
-@njit
+@njit(inline="always")
 def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch, ids):
     """dst[t][r] (+)= scale * (row r . x[t] + bias[r]) for r0 <= r < r1: o.qt, o.w, o.stride, o.cols, o.bias, ...
 
@@ -146,7 +146,7 @@ def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch, ids):
     panel = scratch + TILE_BYTES
     for r in range(r0, r1, width):
         rows = min(width, r1 - r)
-        w, some = (o.w, ids + 4 * r) if ids else (o.w + r * o.stride, 0)
+        w, some = (o.w, ids + 4 * r) if ids else (o.w + r * o.stride, NONE)
         if quantized:
             pack_bytes(o.qt, w, o.stride, rows - 1, some, o.cols, panel)
         else:
@@ -184,7 +184,7 @@ def pack_columns(qt, w, stride, n0, n1, ids, c0, cols, panel):
                     store_f32(dst + 4 * (v * LANES + i), row1(qt, a, c + i))
 
 
-@njit
+@njit(inline="always")
 def matmul_columns(o, c0, c1, n_tok, x, ldx, dst, ldd, scratch, ids, n_ids):
     """dst[t][c] (+)= scale * (sum over neurons n of x[t][n] * w3[n][c] + bias[c]) for c0 <= c < c1.
 
@@ -195,7 +195,7 @@ def matmul_columns(o, c0, c1, n_tok, x, ldx, dst, ldd, scratch, ids, n_ids):
     panel = scratch + TILE_BYTES
     for c in range(c0, c1, FLOAT_ROWS):
         width = min(FLOAT_ROWS, c1 - c)
-        n = 0
+        n = NONE
         for depth in range(0, o.rows, DEPTH):
             end = min(depth + DEPTH, o.rows)
             if ids:

@@ -131,7 +131,7 @@ def _compile_pending(functions: list[tuple[Any, tuple]], notify: Callable[[str],
         config.CACHE_DIR = before
     new = any(f"walk.{f.py_func.__name__}" not in compiled for f, _ in pending)
     if new:
-        notify("compiling the kernels for this CPU: once, about half a minute ...")
+        notify("compiling the kernels for this CPU: once, about a minute ...")
     lost = [_compile(f, signature, folder, notify) for f, signature in pending]
     for failure in [failure for failure in lost if failure][:1]:
         notify(_not_kept(folder, failure))
@@ -145,7 +145,7 @@ def _compile(f: Any, signature: tuple, folder: Path, notify: Callable[[str], Non
     try:
         f.compile(signature)
     except (EOFError, pickle.UnpicklingError):  # files cut short, by a power failure for example
-        notify(f"compiled kernels in {folder} are damaged: compiling them again, about half a minute ...")
+        notify(f"compiled kernels in {folder} are damaged: compiling them again, about a minute ...")
         for path in folder.rglob("*.nb[ic]"):
             path.unlink(missing_ok=True)
         return _compile(f, signature, folder, notify)

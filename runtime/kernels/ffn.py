@@ -39,20 +39,21 @@ LIST_PADDING = 16  # entries a list may be read past its end
 SCORES, SIGNS = 1, 2  # o.predictor: scores are rows . hidden values; scores are counts of equal signs
 
 
-@njit
+@njit(inline="always")
 def own_products(o, t, n_threads, n_tok, x, xb):
     """keys[j][i] = key row i . x[j] (+ bias) for this thread's neurons, all tokens of a chunk together."""
+    gap = (n_threads - 1) * CHUNK
     for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
         r1 = min(r0 + CHUNK, o.rows)
         for j in range(n_tok):
             keys = o.aux + j * o.ld_aux
-            matvec(o.qt, o.w, o.stride, r0, r1, o.cols, x + j * o.ld_src, xb + j * o.ld_srcb, keys)
+            matvec(o.qt, o.w, o.stride, r0, r1, o.cols, x + j * o.ld_src, xb + j * o.ld_srcb, keys, gap)
             if o.bias:
                 for r in range(r0, r1):
                     store_f32(keys + 4 * r, load_f32(keys + 4 * r) + load_f32(o.bias + 4 * r))
 
 
-@njit
+@njit(inline="always")
 def own_list(o, t, n_threads, keys, ids, values):
     """List this thread's neurons in order of id, with their key; only those whose key is above it if o.sparse."""
     n = 0
@@ -80,17 +81,18 @@ def pad_list(n, ids, values):
         store_f32(values + 4 * i, ZERO)
 
 
-@njit
+@njit(inline="always")
 def own_scores(o, t, n_threads, n_tok, hidden, hiddenb):
     """Scores (into the buffer of the keys) of this thread's neurons: rows of the predictor . hidden values."""
+    gap = (n_threads - 1) * CHUNK
     for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
         r1 = min(r0 + CHUNK, o.rows)
         for j in range(n_tok):
             matvec(o.qt4, o.w4, o.stride4, r0, r1, o.cols4, hidden + j * o.ld_hidden, hiddenb + j * o.ld_hiddenb,
-                   o.aux + j * o.ld_aux)  # fmt: skip
+                   o.aux + j * o.ld_aux, gap)  # fmt: skip
 
 
-@njit
+@njit(inline="always")
 def sign_scores(o, t, n_threads, x, signs, scores):
     """Scores of this thread's neurons for one token: 2 * (signs of the key row equal to those of x) - cols."""
     words = o.stride4 // 8
@@ -108,7 +110,7 @@ def sign_scores(o, t, n_threads, x, signs, scores):
             store_f32(scores + 4 * r, np.float32(o.cols - 2 * different))
 
 
-@njit
+@njit(inline="always")
 def own_candidates(o, t, n_threads, scores, ids):
     """List this thread's neurons whose score is above o.threshold4, in order of id."""
     n = 0
@@ -138,7 +140,7 @@ def four_products(qt, w, s, bias, ids, ahead, n, x, xb):
     return y
 
 
-@njit
+@njit(inline="always")
 def listed_keys(o, n, ids, x, xb, values):
     """values[i] = key of the i-th listed neuron."""
     for i in range(0, n, 4):
@@ -148,7 +150,7 @@ def listed_keys(o, n, ids, x, xb, values):
             store_f32(values + 4 * (i + j), key)
 
 
-@njit
+@njit(inline="always")
 def listed_up(o, n, ids, x, xb, values):
     """values[i] *= up row of the i-th listed neuron . x"""
     for i in range(0, n, 4):
@@ -197,7 +199,7 @@ def four_values(p):
     return load_f32(p), load_f32(p + 4), load_f32(p + 8), load_f32(p + 12)
 
 
-@njit
+@njit(inline="always")
 def add_four(o, w2, at, values, x, xb, acc):
     """acc += value (* up row . x) * down row of four listed neurons; w2 = 0: without up rows."""
     four, ahead = four_ids(at)
@@ -210,7 +212,7 @@ def add_four(o, w2, at, values, x, xb, acc):
     add_rows(o.qt3, o.w3, o.stride3, four, ahead, c, o.cols, acc)
 
 
-@njit
+@njit(inline="always")
 def add_neurons(o, w2, n_tok, own, x, xb):
     """acc[j] = sum over the listed neurons of token j; all tokens' neurons of a segment before the next segment."""
     ids, values, lengths, acc = o.aux2 + own, o.dstb + own, o.lengths + own, o.dst + own
@@ -231,7 +233,7 @@ def add_neurons(o, w2, n_tok, own, x, xb):
             store_i64(done + 8 * j, i)
 
 
-@njit
+@njit(inline="always")
 def list_neurons(o, t, n_threads, j, own, x, xb):
     """Token j's list of neurons that are computed, with their activated values. Returns (key rows read, length)."""
     keys, ids, values = o.aux + j * o.ld_aux, o.aux2 + own + j * o.ld_list, o.dstb + own + j * o.ld_list
@@ -257,7 +259,7 @@ def list_neurons(o, t, n_threads, j, own, x, xb):
     return checked, n
 
 
-@njit
+@njit(inline="always")
 def sparse_ffn(o, t, n_threads, n_tok, own):
     """Returns (key rows read, neurons computed), sums over the tokens. own: bytes to this thread's private buffers.
 
@@ -279,7 +281,7 @@ def sparse_ffn(o, t, n_threads, n_tok, own):
     return checked, computed
 
 
-@njit
+@njit(inline="always")
 def active_columns(o, c0, c1, offset, x, ids, values, dst):
     """dst[c0:c1] = sum over inputs i of x[i] * row i (+ bias), inputs of 0 left out if o.sparse.
 

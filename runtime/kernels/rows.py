@@ -98,9 +98,10 @@ from hotcold.runtime.kernels.superblocks import (
 
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
+NONE = np.int64(0)  # as an argument; typed, as AHEAD is: a plain int would compile the function and its callees twice
 # Bytes to prefetch ahead in rows read one after the other. Measured: without it the hardware follows the stream at
 # half the memory's speed; from 8 KiB on all formats reach 80 % of a plain read.
-AHEAD = np.int64(12288)  # typed: an int would compile every kernel twice
+AHEAD = np.int64(12288)
 
 
 # ------------------------------------------------------------------ float formats
@@ -426,13 +427,20 @@ def copy_row(qt, a, n, scale, dst):
 
 
 @njit
-def matvec(qt, w, stride, r0, r1, n, x, xb, dst):
-    """dst[r] = row r . x for r0 <= r < r1; dst is the address of row 0's result."""
+def matvec(qt, w, stride, r0, r1, n, x, xb, dst, gap):
+    """dst[r] = row r . x for r0 <= r < r1; dst is the address of row 0's result.
+
+    gap: rows between r1 and where the caller goes on, with as many rows as now, so that the right ones are prefetched.
+    """
+    chunk = (r1 - r0) * stride
+    ahead = AHEAD + AHEAD // chunk * gap * stride if gap else AHEAD
+    turn = r0 * stride + chunk - AHEAD % chunk if gap else r1 * stride  # from here on, one chunk further
     for r in range(r0, r1, 4):
         a = w + r * stride
+        p = ahead if r * stride < turn else ahead + gap * stride
         last = r1 - 1 - r  # the final group repeats its last row
         y = dot4(qt, a, a + min(1, last) * stride, a + min(2, last) * stride, a + min(3, last) * stride,
-                 AHEAD, AHEAD, AHEAD, AHEAD, n, x, xb)  # fmt: skip
+                 p, p, p, p, n, x, xb)  # fmt: skip
         store_f32(dst + 4 * r, y[0])
         if last >= 1:
             store_f32(dst + 4 * r + 4, y[1])

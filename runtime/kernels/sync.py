@@ -30,7 +30,7 @@ _WAIT, _WAKE = 128, 129  # of threads of this process
 
 @emit(types.int64, addr)
 def atomic_load(b: ir.IRBuilder, a):
-    return b.load_atomic(pointer(b, a, I64), "acquire", 8)
+    return b.load_atomic(pointer(b, a, I64), "seq_cst", 8)  # not before an earlier atomic_add of the same thread
 
 
 @emit(types.void, addr, types.int64)

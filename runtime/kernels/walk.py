@@ -16,7 +16,7 @@ from hotcold.runtime.kernels.attention_block import attend_block
 from hotcold.runtime.kernels.blocks import few_tokens, matmul, matmul_columns
 from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
 from hotcold.runtime.kernels.formats import F32, PACK_TOKENS
-from hotcold.runtime.kernels.rows import ONE, ZERO, axpy4, copy_row, matvec, part_unit, row_part
+from hotcold.runtime.kernels.rows import NONE, ONE, ZERO, axpy4, copy_row, matvec, part_unit, row_part
 from hotcold.runtime.kernels.simd import (
     above16,
     flush_denormals,
@@ -110,7 +110,7 @@ def _embed(o, t, n_threads, n_tok, tokens, pos):
         copy_row(o.qt, o.w + load_i64(tokens + 8 * i) * o.stride, o.cols, o.scale, dst)
         if o.w2:  # learned positions
             row = o.w2 + (pos + i) * o.stride2
-            axpy4(o.qt2, row, row, row, row, 0, 0, 0, 0, ONE, ZERO, ZERO, ZERO, o.cols, dst)
+            axpy4(o.qt2, row, row, row, row, NONE, NONE, NONE, NONE, ONE, ZERO, ZERO, ZERO, o.cols, dst)
 
 
 @njit
@@ -156,7 +156,7 @@ def _rope(o, t, n_threads, n_tok, pos, cos, sin, rope_row):
             store_cache(o.qt, o.aux + row, v, hd)
 
 
-@njit
+@njit(inline="always")
 def _attend(o, t, n_threads, n_tok, pos, scratch, scores):
     """Same fields as _rope; srcb = scores, private; window > 0: a token sees itself and the window - 1 before it.
     w4, stride: what chunks of positions give, and bytes of one such part; signs: a counter per KV head."""
@@ -166,21 +166,21 @@ def _attend(o, t, n_threads, n_tok, pos, scratch, scores):
         attend_few(o, t, n_threads, n_tok, pos, scores)
 
 
-@njit
+@njit(inline="always")
 def _matmul(o, t, n_threads, first, n_tok, own, scratch, logits):
     r0, r1 = share(o.rows, FLOAT_ROWS if n_tok - first > 1 else 4, t, n_threads)
     src, srcb = (o.src + own, o.srcb + own) if o.private else (o.src, o.srcb)
     dst = o.dst if o.dst else logits - first * o.ld_dst
     n = n_tok - first
-    if n == 1 and not (o.bias or o.add):
+    if n == 1 and not (o.bias or o.add or o.ids):
         matvec(o.qt, o.w, o.stride, r0, r1, o.cols, src + first * o.ld_src, srcb + first * o.ld_srcb,
-               dst + first * o.ld_dst)
+               dst + first * o.ld_dst, NONE)
         if o.scale != 1:
             for r in range(r0, r1):
                 at = dst + first * o.ld_dst + 4 * r
                 store_f32(at, load_f32(at) * o.scale)
         return
-    ids = 0
+    ids = NONE
     if o.ids:
         ids = o.ids + own
         r0, r1 = share(load_i64(o.lengths + own), LANES, t, n_threads)
@@ -245,7 +245,7 @@ def _list(o, own):
     store_i64(o.lengths + own, n)
 
 
-@njit
+@njit(inline="always")
 def _columns(o, t, n_threads, n_tok, own):
     """Product with a matrix that has one row per input; aux, aux2: private lists."""
     c0, c1 = share(o.rows, part_unit(o.qt), t, n_threads)
@@ -267,7 +267,7 @@ def _hidden(o, n_tok, own):
             quantize(dst, o.dstb + own + i * o.ld_dstb, o.cols)
 
 
-@njit
+@njit(inline="always")
 def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
     """One operator of the program for this thread."""
     own = t * load_i64(ctl + 8 * A_ARENA_SIZE)  # from a private buffer of thread 0 to this thread's
@@ -302,7 +302,7 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
         _activate(o, t, n_threads, n_tok, own)
     elif o.op == DOWN:
         c0, c1 = share(o.cols, FLOAT_ROWS, t, n_threads)
-        ids, n = (o.ids + own, load_i64(o.lengths + own)) if o.ids else (0, o.rows)
+        ids, n = (o.ids + own, load_i64(o.lengths + own)) if o.ids else (NONE, o.rows)
         matmul_columns(o, c0, c1, n_tok, o.src, o.ld_src, o.dst, o.ld_dst, scratch, ids, n)
     elif o.op == MARK:
         _mark(o, t, n_threads, n_tok)
@@ -316,7 +316,7 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
         _embed(o, t, n_threads, n_tok, load_i64(ctl + 8 * A_TOKENS), pos)
 
 
-@njit
+@njit(inline="always")
 def _run(program, t, n_threads, ctl):
     """Operators A_FIRST_OP..A_END_OP-1 for the tokens of this run; ABORT ends it early, for the whole team."""
     phase_word = ctl + 8 * (OWN + 8 * t + OWN_PHASE)
@@ -339,7 +339,7 @@ def _run(program, t, n_threads, ctl):
                 return
 
 
-@njit
+@njit(inline="always")
 def _wait(ctl, own, seen):
     """Spin a little for the next run. False: this worker is parked, and will be woken through its semaphore."""
     for _ in range(IDLE_SPINS):

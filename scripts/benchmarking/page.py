@@ -22,7 +22,7 @@ HEAD = """\
 # Benchmarks
 
 hotcold against stock llama.cpp and against what memory allows. This page is written by `scripts/benchmarks.py --write`
-from the results in `benchmarks/`; only the remarks between the markers are by hand. Each table is measured again by
+from the results in `.benchmarks/`; only the remarks between the markers are by hand. Each table is measured again by
 
 ```sh
 scripts/get_llama_cpp.sh                              # once
