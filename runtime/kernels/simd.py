@@ -418,6 +418,31 @@ def shr4w(b, v):
     return b.lshr(v, const(i32x16.ll, [4] * 16))
 
 
+@emit(f32x8, addr, addr, addr, addr, types.int64)
+def load_scales(b, a0, a1, a2, a3, size):  # f16 at the beginning of a block of four rows, then of the next block
+    v = ir.Constant(S8, ir.Undefined)
+    for i, a in enumerate([a0, a1, a2, a3, *(b.add(a, size) for a in (a0, a1, a2, a3))]):
+        v = b.insert_element(v, load(b, a, I16), I32(i))
+    return b.fpext(b.bitcast(v, H8), f32x8.ll)
+
+
+@emit(f32x8, addr, addr)
+def load_four_each(b, first, second):  # f32 at `first` in lanes 0..3, at `second` in lanes 4..7
+    x, y = (splat_value(b, load(b, a, F32), 8) for a in (first, second))
+    return shuffle(b, x, y, [0, 1, 2, 3, 12, 13, 14, 15])
+
+
+def _lane(i: int) -> Any:
+    @emit(f32x8, f32x8)
+    def lane(b, v):
+        return shuffle(b, v, v, [i] * 8)
+
+    return lane
+
+
+lane0, lane1, lane2, lane3, lane4, lane5, lane6, lane7 = (_lane(i) for i in range(8))
+
+
 # ------------------------------------------------------------------ sign bits
 
 
