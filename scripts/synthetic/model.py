@@ -17,7 +17,7 @@ from gguf import GGUFValueType as V
 
 from hotcold.convert.lazy import LazyTensor, QType, from_array, interleaved
 from hotcold.convert.model import Metadata, MetaValue, array, f32, string, u32
-from hotcold.convert.target import Target
+from hotcold.convert.target import FILE_TYPES, Target
 from hotcold.placement import predictor as predictors
 from hotcold.placement.predictor import Predictor, Quality
 from hotcold.runtime import schema
@@ -39,11 +39,6 @@ from synthetic.rows import (
 from synthetic.shapes import Recipe
 from synthetic.vocabulary import vocabulary
 
-FILE_TYPES = {
-    QType.F16: gguf.LlamaFileType.MOSTLY_F16, QType.BF16: gguf.LlamaFileType.MOSTLY_BF16,
-    QType.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0, QType.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0,
-    QType.Q4_K: gguf.LlamaFileType.MOSTLY_Q4_K_M,
-}  # fmt: skip
 COUNTED = 1_000_000  # tokens that the neuron counts in the file pretend to come from
 OUTPUT_BIAS = 0.3  # rows of the output matrix repeat: a constant of this size per token tells them apart
 
