@@ -76,8 +76,9 @@ class LogitsSource:
     def stock(self, label: str, lib: Path, *options: str) -> np.ndarray | None:
         """float32 [n, n_vocab] of llama.cpp, None if it fails."""
         arrays = [str(self.folder / "ids.npy"), str(self.folder / "out.npy")]
-        command = self.settings.stock_worker("logits", str(self.twins.stock), *arrays, *options, threads=self.threads,
-                                             lib=lib)  # fmt: skip
+        kv_type = ["--kv-type", self.settings.kv_type]
+        command = self.settings.stock_worker("logits", str(self.twins.stock), *arrays, *kv_type, *options,
+                                             threads=self.threads, lib=lib)  # fmt: skip
         logits, output = self._run(label, command)
         if logits is not None:
             self.builds[label] = " ".join(re.findall(r"(\w+) = 1\b", output))  # CPU features it was built with

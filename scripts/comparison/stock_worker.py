@@ -160,7 +160,7 @@ def logits(api: Any, args: argparse.Namespace) -> None:
     ids = np.load(args.ids)
     n = len(ids)
     stock = Stock(api, args.model)
-    stock.start(n, args.threads, n_batch=n)
+    stock.start(n, args.threads, n_batch=n, kv_type=args.kv_type)
     out = np.empty((n, stock.n_vocab), np.float32)
     size = 1 if args.step else n
     for start in range(0, n, size):
@@ -219,7 +219,6 @@ def main() -> int:
     two.add_argument("-p", "--prompt-tokens", type=int, default=256)
     two.add_argument("-n", "--gen-tokens", type=int, default=64)
     two.add_argument("-d", "--depth", type=int, default=0)
-    two.add_argument("--kv-type", choices=KV_TYPES, default="f16")
     two.add_argument("--repack", type=int, choices=(0, 1), default=1)
     two.add_argument("--no-warmup", dest="warmup", action="store_false")
     two.set_defaults(run=bench)
@@ -227,6 +226,7 @@ def main() -> int:
         command.add_argument("--lib", type=Path, required=True, help="folder with libllama")
         command.add_argument("--bindings", type=Path, help="folder with llama-cpp-python's llama_cpp, if not installed")
         command.add_argument("-t", "--threads", type=int, default=1)
+        command.add_argument("--kv-type", choices=KV_TYPES, default="f16", help="of the KV cache")
     args = parser.parse_args()
     try:
         args.run(load_bindings(args.lib, args.bindings), args)
