@@ -5,20 +5,24 @@ In: either form. Out: Twins; the missing form is made by `hotcold convert`. Next
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import hotcold.convert
 from comparison.settings import HOTCOLD, say
 from hotcold.placement.doctor import model_reads
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.kernels.formats import row_bytes
 from hotcold.runtime.plan import choose_sparsity
+from hotcold.runtime.program import KV_TYPES
 from hotcold.runtime.schema import KEY_ACTIVATION, KEY_VERSION
 
-KV_BYTES = {"f32": 4, "f16": 2, "q8_0": 34 / 32}  # of one value
 RELU_AS_SILU = 10  # gate * 2^10: SiLU becomes ReLU to within a few 1e-4 in F16
 
 
@@ -32,10 +36,18 @@ class Twins:
     notes: tuple[str, ...]
 
 
-def convert(source: Path, out: Path, *options: str) -> None:
-    """`hotcold convert`, skipped when `out` is newer than `source`. Raises HotcoldError."""
+def convert(source: Path, out: Path, *options: str) -> str:
+    """`hotcold convert`, left out when `out` is newer than `source` and was made by this converter with these options.
+
+    Returns a line about a file that was there, "" for one made now. Raises HotcoldError.
+    """
+    made, stamp = made_by(source, options), out.with_name(out.name + ".made")
     if out.exists() and out.stat().st_mtime > source.stat().st_mtime:
-        return
+        if not stamp.exists():
+            return f"`{out.name}` was there, and nothing says how it was made: remove it to have it made again."
+        if stamp.read_text(errors="replace") == made:
+            return f"`{out.name}` was made before, by the same converter with the same options."
+    stamp.unlink(missing_ok=True)
     command = ["convert", str(source), *options, "--force", "-o", str(out)]
     say("making the twin: hotcold " + " ".join(command))
     done = subprocess.run([*HOTCOLD, *command], stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
@@ -43,6 +55,17 @@ def convert(source: Path, out: Path, *options: str) -> None:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise HotcoldError(f"{out}: hotcold convert failed: {lines[-1] if lines else done.returncode}")
+    stamp.write_text(made)
+    return ""
+
+
+def made_by(source: Path, options: Sequence[str]) -> str:
+    """What a twin depends on: the source by its name and size, the options, the converter's code."""
+    code = hashlib.sha256()
+    for file in sorted(Path(hotcold.convert.__file__).parent.rglob("*.py")):
+        code.update(file.read_bytes())
+    return (f"hotcold convert {' '.join([source.name, *options])}\nsource {source.stat().st_size} bytes\n"
+            f"converter {code.hexdigest()[:16]}\n")  # fmt: skip
 
 
 def dense_bytes(path: Path, kv_type: str, context: float) -> float | None:
@@ -56,8 +79,8 @@ def dense_bytes(path: Path, kv_type: str, context: float) -> float | None:
             weights = model_reads(file, config).dense
     except HotcoldError:
         return None
-    values = 2 * config.n_layer * config.n_head_kv * config.head_dim
-    return weights + values * KV_BYTES[kv_type] * context
+    rows = 2 * config.n_layer * config.n_head_kv
+    return weights + rows * row_bytes(KV_TYPES[kv_type], config.head_dim) * context
 
 
 def possible_modes(path: Path, modes: list[str]) -> tuple[list[str], list[str]]:
@@ -97,17 +120,17 @@ def make_twins(model: Path, stock: Path | None, folder: Path, as_is: bool | None
     ours = model
     if not split and not as_is:
         ours = folder / f"{model.stem}.hotcold.gguf"
-        convert(model, ours)
+        notes.append(convert(model, ours))
     scaled = relu and stock is None
     if stock is None:
         try:
             stock = model
             if relu:
                 stock = folder / f"{model.stem}.relu-as-silu.gguf"
-                convert(ours, stock, "--to-stock", "--relu-as-silu", str(RELU_AS_SILU))
+                notes.append(convert(ours, stock, "--to-stock", "--relu-as-silu", str(RELU_AS_SILU)))
             elif split:
                 stock = folder / f"{model.stem}.stock.gguf"
-                convert(ours, stock, "--to-stock")
+                notes.append(convert(ours, stock, "--to-stock"))
         except HotcoldError as error:
             return Twins(ours, None, False, (f"There is no file for llama.cpp, so only ours was measured: {error}",))
     if relu and not scaled and stock:
@@ -121,4 +144,4 @@ def make_twins(model: Path, stock: Path | None, folder: Path, as_is: bool | None
         notes.append("Quantized down matrices have their blocks along the other axis in the neuron-split file, so part "
                      "of its difference in quality is that step; F16 has none of it, nor has a row that runs on "
                      "llama.cpp's own file.")  # fmt: skip
-    return Twins(ours, stock, scaled, tuple(notes))
+    return Twins(ours, stock, scaled, tuple(filter(None, notes)))
