@@ -6,9 +6,12 @@ In: Settings, Twins. Out: every round. Next: rows.py, which sums them up.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from comparison.bursts import Burst, run_burst, wait_for_quiet
@@ -40,16 +43,18 @@ class Session:
     threads: int
     rounds: list[Round] = field(default_factory=list)
     start_s: dict[str, float] = field(default_factory=dict)  # label -> seconds of a process that computes one token
+    tests: Sequence[str] = ()  # what each burst must have told
 
     def clean(self, noise: float, *names: str) -> list[Round]:
-        """The rounds in which all of these ran undisturbed."""
-        return [this for this in self.rounds if clean(this, noise, *names)]
+        """The rounds in which all of these ran undisturbed and told all tests."""
+        return [this for this in self.rounds if clean(this, noise, *names, tests=self.tests)]
 
 
-def clean(this: Round, noise: float, *names: str) -> bool:
-    """Did these and llama.cpp, if it takes part, all run undisturbed?"""
-    bursts = [burst for name, burst in this.bursts.items() if name in names or name in STOCK_NAMES]
-    return all(burst.status == 0 and burst.others <= noise for burst in bursts)
+def clean(this: Round, noise: float, *names: str, tests: Sequence[str] = ()) -> bool:
+    """Did these and llama.cpp, if it takes part, all run undisturbed, and tell a speed of each test?"""
+    bursts = {name: burst for name, burst in this.bursts.items() if name in names or name in STOCK_NAMES}
+    return all(burst.status == 0 and burst.others <= noise and set(tests) <= set(this.speeds.get(name, ()))
+               for name, burst in bursts.items())  # fmt: skip
 
 
 def stock_player(settings: Settings, twins: Twins, threads: int, label: str, options: list[str]) -> Player:
@@ -67,10 +72,13 @@ def stock_player(settings: Settings, twins: Twins, threads: int, label: str, opt
 
 def has_repack(settings: Settings) -> bool:
     """Whether this llama.cpp lets weights lie as they are; older ones do not."""
-    if settings.llama_bench is None:
-        return True
+    return settings.llama_bench is None or knows_repack(settings.llama_bench)
+
+
+@functools.cache
+def knows_repack(program: Path) -> bool:
     try:
-        done = subprocess.run([settings.llama_bench, "--help"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return "--repack" in done.stdout + done.stderr
@@ -128,7 +136,7 @@ def ready_players(settings: Settings, twins: Twins, session: Session) -> dict[st
 
 def compare_speed(settings: Settings, twins: Twins, threads: int) -> Session:
     """Rounds of bursts until every mode has `reps` clean ones, or three times as many rounds have passed."""
-    session = Session(threads)
+    session = Session(threads, tests=settings.tests)
     players = ready_players(settings, twins, session)
     memory = ReadTest(last_level_cache()) if settings.bandwidth else None
     while len(session.rounds) < 3 * settings.reps and fewest_clean(session, settings) < settings.reps:
