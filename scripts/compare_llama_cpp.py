@@ -26,6 +26,7 @@ from typing import Any
 
 from comparison.bursts import load_average, machine_facts
 from comparison.facts import bench_facts, build_facts, versions
+from comparison.plain import plain
 from comparison.plot import plot
 from comparison.quality import compare_quality
 from comparison.report import report
@@ -34,6 +35,7 @@ from comparison.settings import REPACK, Settings, say
 from comparison.speed import STOCK_NAMES, Session, compare_speed
 from comparison.twins import make_twins, possible_modes
 
+from hotcold.runtime.arguments import counts, whole
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.program import KV_TYPES
 
@@ -70,7 +72,7 @@ def compare(settings: Settings, model: Path, args: argparse.Namespace) -> dict[s
         result["llama_cpp"] |= {f"{label}: CPU features of the build": line for label, line in builds.items()}
     result["notes"] = [*twins.notes, *settings.notes]
     result["load_at_end"] = load_average()
-    return result
+    return dict(plain(result))
 
 
 def plain_round(session: Session, number: int) -> dict[str, Any]:
@@ -112,10 +114,6 @@ def find_llama(args: argparse.Namespace) -> dict[str, Any]:
     return {"llama_bench": bench, "llama_lib": lib, "llama_bindings": bindings, "notes": notes}
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def parse_args() -> argparse.Namespace:
     default = Settings()
     parser = argparse.ArgumentParser(description="hotcold against stock llama.cpp: speed and logits.")
@@ -133,19 +131,19 @@ def parse_args() -> argparse.Namespace:
     group.add_argument("--llama-bindings", type=Path, help="folder with llama-cpp-python's llama_cpp")
     group.add_argument("--quality-baseline", type=Path, help="folder with another build's libllama")
     group = parser.add_argument_group("work")
-    group.add_argument("--threads", type=numbers, default=default.threads, help="as in 1,2")
-    group.add_argument("--prompt-tokens", type=int, default=default.prompt_tokens, help="0: no prompt")
-    group.add_argument("--gen-tokens", type=int, default=default.gen_tokens, help="0: no generation")
-    group.add_argument("--depth", type=int, default=default.depth, help="tokens in the context before either")
+    group.add_argument("--threads", type=counts, default=default.threads, help="as in 1,2")
+    group.add_argument("--prompt-tokens", type=whole, default=default.prompt_tokens, help="0: no prompt")
+    group.add_argument("--gen-tokens", type=whole, default=default.gen_tokens, help="0: no generation")
+    group.add_argument("--depth", type=whole, default=default.depth, help="tokens in the context before either")
     group.add_argument("--kv-type", choices=list(KV_TYPES), default=default.kv_type)
     group.add_argument("--repack", choices=list(REPACK), default=default.repack, help="llama.cpp's weights repacked")
     group.add_argument("--no-mmap", action="store_true", help="hotcold reads the file instead of mapping it")
     group.add_argument("--modes", type=lambda text: text.split(","), default=default.modes,
                        help="as in dense,exact,predict")
-    group.add_argument("--quality-tokens", type=int, default=default.quality_tokens, help="0: no quality")
+    group.add_argument("--quality-tokens", type=whole, default=default.quality_tokens, help="0: no quality")
     group.add_argument("--text", default=default.text, help="file to take tokens from, or `random` for random ids")
     group = parser.add_argument_group("measuring")
-    group.add_argument("--reps", type=int, default=default.reps, help="clean rounds wanted; 0: no speed")
+    group.add_argument("--reps", type=whole, default=default.reps, help="clean rounds wanted; 0: no speed")
     group.add_argument("--no-bandwidth", dest="bandwidth", action="store_false", help="no plain reads between rounds")
     group.add_argument("--noise", type=float, default=default.noise, help="cores others may use in a clean burst")
     group.add_argument("--wait", type=float, default=default.wait, help="seconds to wait for quiet before a burst")
@@ -159,6 +157,11 @@ def parse_args() -> argparse.Namespace:
         parser.error("--stock goes with one MODEL")
     if args.plot and args.plot.suffix not in (".png", ".svg"):
         parser.error(f"--plot {args.plot}: its name must end in .png or .svg")
+    if args.quality_tokens == 1:
+        parser.error("--quality-tokens 1: allowed are 0, and 2 or more: the first token has none before it")
+    for name in ("noise", "wait", "timeout"):
+        if not getattr(args, name) >= 0:  # nan is not
+            parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
     if args.prompt_tokens + args.gen_tokens < 1:
         parser.error("--prompt-tokens and --gen-tokens are both 0: nothing to measure")
     return args
@@ -196,6 +199,10 @@ def main() -> int:
         finally:
             if results:
                 write(results, args)
+    except KeyboardInterrupt:
+        kept = f"; {args.out} holds the models before" if args.out and results else ""
+        say(f"compare_llama_cpp: interrupted{kept}")
+        return 130
     except (HotcoldError, OSError) as error:
         say(f"compare_llama_cpp: {error}")
         return 1

@@ -17,11 +17,13 @@ from hotcold.runtime.errors import HotcoldError
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the scripts import each other by plain names
 
+import compare_llama_cpp  # noqa: E402
 from comparison import bursts, stock_worker  # noqa: E402
 from comparison.bursts import Burst, run_burst  # noqa: E402
 from comparison.facts import build_facts  # noqa: E402
+from comparison.plain import plain, plain_text  # noqa: E402
 from comparison.plot import plot  # noqa: E402
-from comparison.quality import differences, perplexity  # noqa: E402
+from comparison.quality import LogitsSource, differences, perplexity  # noqa: E402
 from comparison.report import report  # noqa: E402
 from comparison.rows import speed_rows, tokens_per_cpu_second, use_rows  # noqa: E402
 from comparison.settings import NO_REPACK, STOCK, Settings  # noqa: E402
@@ -127,6 +129,16 @@ def test_disturbed_rounds_do_not_count():
     assert not clean(Round({NO_REPACK: burst(0.5), "dense": burst(0.0)}), 0.15, "dense")
 
 
+def test_rounds_in_which_a_test_was_not_told_do_not_count():
+    some = session([10, 11], [9, 9], [20, 22], [30, 33])
+    some.tests = ["tg4"]
+    del some.rounds[1].speeds["exact"]["tg4"]
+    dense, exact = speed_rows(some, SETTINGS)
+    assert dense["ours"] == [20, 22] and exact["ours"] == [30] and exact["clean"] == "1/2"
+    del some.rounds[0].speeds[NO_REPACK]["tg4"]
+    assert [row["ours"] for row in speed_rows(some, SETTINGS)] == [[22], []]
+
+
 # --- what the rounds amount to
 
 
@@ -225,6 +237,24 @@ def test_stock_file_is_run_as_it_is_where_only_dense_is_asked_for(tmp_path):
     assert make_twins(model, None, tmp_path, False, ["dense"]).ours != model
 
 
+def test_twins_are_made_once_per_converter_and_options(synthetic, tmp_path, monkeypatch):
+    first = make_twins(synthetic, None, tmp_path, None, ["exact"])
+    assert not [note for note in first.notes if "was made before" in note]
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    second = make_twins(synthetic, None, tmp_path, None, ["exact"])
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == made
+    assert [note.split("`")[1] for note in second.notes if "was made before, by the same converter" in note] == [
+        "tiny.hotcold.gguf", "tiny.relu-as-silu.gguf"]  # fmt: skip
+    assert first.stock and first.stock.name == "tiny.relu-as-silu.gguf"
+    stamp = first.stock.with_name(first.stock.name + ".made")
+    stamp.write_text("another converter")
+    make_twins(synthetic, None, tmp_path, None, ["exact"])
+    assert stamp.read_text() != "another converter" and first.stock.stat().st_mtime_ns > made[first.stock]
+    stamp.unlink()
+    notes = make_twins(synthetic, None, tmp_path, None, ["exact"]).notes
+    assert any("nothing says how it was made" in note for note in notes)
+
+
 def test_build_flags_come_from_cmakes_cache(tmp_path):
     (tmp_path / "build" / "bin").mkdir(parents=True)
     (tmp_path / "build" / "CMakeCache.txt").write_text(
@@ -279,6 +309,11 @@ def test_comparison_takes_turns_and_writes_everything(synthetic, tmp_path):
     assert {row["who"] for row in result["quality"]} == {"hotcold dense", "hotcold exact"}
     assert result["quality"][0]["perplexity"] == result["quality"][1]["perplexity"] > 1
     assert result["files"]["stock"].endswith("relu-as-silu.gguf"), "llama.cpp would run SiLU"
+    assert [c.split(" -", 1)[0] for c in result["commands"]][2:] == ["hotcold bench tiny.hotcold.gguf"] * 2
+    assert result["commands"][0].startswith("OMP_PROC_BIND=true llama-bench -m tiny.relu-as-silu.gguf -p 8 -n 4 ")
+    for text in ((tmp_path / "out.json").read_text(), done.stdout, (tmp_path / "out.svg").read_text()):
+        assert not [folder for folder in (str(Path.home()), sys.executable, str(SCRIPTS.parent), str(tmp_path))
+                    if folder in text]  # fmt: skip
     assert "| 1 | pp8 | dense |" in done.stdout == (tmp_path / "out.md").read_text() + "\n"
     assert "logits were not compared" in done.stderr
 
@@ -306,6 +341,51 @@ def test_comparison_of_a_broken_model_is_one_line(tmp_path):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "broken.gguf" in done.stderr
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    (["--reps", "-1"], "must be a whole number from 0"), (["--threads", "1,0"], "must be a whole number from 1"),
+    (["--gen-tokens", "-8"], "must be a whole number from 0"), (["--quality-tokens", "1"], "allowed are 0, and 2"),
+    (["--noise", "-1"], "must be 0 or more"), (["--gen-tokens", "0", "--prompt-tokens", "0"], "nothing to measure"),
+])  # fmt: skip
+def test_numbers_that_cannot_be_are_usage_errors(options, why, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compare_llama_cpp.py", "m.gguf", *options])
+    with pytest.raises(SystemExit) as stop:
+        compare_llama_cpp.main()
+    assert stop.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_is_done(monkeypatch, capsys, tmp_path):
+    def interrupted(settings: object, model: Path, args: object) -> dict[str, str]:
+        if model.name == "b.gguf":
+            raise KeyboardInterrupt
+        return {"model": model.name}
+
+    monkeypatch.setattr(compare_llama_cpp, "compare", interrupted)
+    monkeypatch.setattr(compare_llama_cpp, "report", lambda result: "")
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["compare_llama_cpp.py", "a.gguf", "b.gguf", "-o", str(out)])
+    assert compare_llama_cpp.main() == 130
+    assert json.loads(out.read_text()) == [{"model": "a.gguf"}]
+    assert capsys.readouterr().err.splitlines()[-1].startswith("compare_llama_cpp: interrupted; ")
+
+
+# --- what is shown
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    (f"{sys.executable} -m hotcold.runtime.cli bench {Path.home()}/x/m.gguf -p 0", "hotcold bench ~/x/m.gguf -p 0"),
+    (f"{sys.executable} {SCRIPTS}/comparison/stock_worker.py", "python scripts/comparison/stock_worker.py"),
+    ("/v/bin/python3.12 -m hotcold.runtime.cli bench '/tmp/m.gguf'", "hotcold bench 'm.gguf'"),
+    ("/v/bin/python /w/run/scripts/x.py --lib=/tmp/a/ (/tmp/b)", "python scripts/x.py --lib=a (b)"),
+    (f"in {SCRIPTS.parent} {SCRIPTS.parent}/README.md {Path.home()}", "in . README.md ~"),
+    *[(text, text) for text in (
+        "12 tok/s, 1/2 and/or ~/x/y ../a/b ./scripts/run", "see https://host/a/b, </details>", "python3 a.py 3 / 4",
+        "~/v/bin/python x", "~/hotcold/scripts/x.py")],
+])  # fmt: skip
+def test_texts_without_folders_of_this_machine(text, shown):
+    assert plain_text(text) == shown == plain_text(shown)
+    assert plain({"a": [text, 1.5, None], text: True}) == {"a": [shown, 1.5, None], shown: True}
 
 
 # --- llama.cpp through its library
@@ -340,6 +420,21 @@ def test_library_is_timed_like_llama_bench(monkeypatch, capsys, tmp_path):
     assert stock_worker.main() == 0
     assert asked == [(0, 4), (4, 6), (4, 6), (4, 1), (4, 1), (5, 1)]
     assert set(parse_bench(capsys.readouterr().out)) == {"pp6@d4", "tg2@d4"}
+
+
+def test_llama_cpp_computes_logits_with_the_same_type_of_kv_cache(monkeypatch, tmp_path, synthetic):
+    settings = Settings(kv_type="q8_0", text=None, quality_tokens=4)
+    source = LogitsSource(settings, Twins(synthetic, synthetic, False, ()), tmp_path)
+    ran: list[list[str]] = []
+    monkeypatch.setattr(source, "_run", lambda label, command: (ran.append(list(command)), (None, ""))[1])
+    source.stock(STOCK, tmp_path, "--step")
+    source.ours("dense", synthetic)
+    types: list[str] = []
+    monkeypatch.setattr(stock_worker, "logits", lambda api, args: types.append(args.kv_type))
+    monkeypatch.setattr(stock_worker, "load_bindings", lambda lib, bindings: None)
+    monkeypatch.setattr(sys, "argv", ran[0][1:])
+    assert stock_worker.main() == 0
+    assert types == ["q8_0"] and ran[1][-2:] == ["--kv-type", "q8_0"]
 
 
 def test_libraries_with_versions_in_their_names_are_found(tmp_path):
