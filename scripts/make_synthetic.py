@@ -29,6 +29,7 @@ from synthetic.shapes import ORDERS, PREDICTOR_TYPES, SHAPES, TYPES, PredictorRe
 from hotcold.convert.writer import write_target
 from hotcold.placement.predictor import Quality
 from hotcold.runtime import schema
+from hotcold.runtime.arguments import count, whole
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 
@@ -61,9 +62,6 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     shape: Shape = SHAPES[args.shape]
     changes = {"n_layer": args.layers, "n_ff": args.n_ff, "n_ctx": args.n_ctx}
     shape = replace(shape, **{name: value for name, value in changes.items() if value is not None})
-    for option, value in (("--layers", shape.n_layer), ("--n-ff", shape.n_ff), ("--n-ctx", shape.n_ctx)):
-        if value < 1:
-            raise HotcoldError(f"{option} {value}: must be 1 or more")
     activation = args.activation or (shape.stock_activation if args.sparsity is None else shape.activation)
     if args.sparsity is None and (args.predictor or args.stock):
         raise HotcoldError("--predictor and --stock need --sparsity: without it the file is a stock file")
@@ -129,17 +127,17 @@ def arguments() -> argparse.ArgumentParser:
                         help="a neuron of rank i fires in proportion to i^-SKEW (default 0.7; 0: all alike)")
     parser.add_argument("--order", choices=ORDERS, default=ORDERS[0], help="of the neurons in the file")
     parser.add_argument("--predictor", choices=["lowrank"], help="make keys of low rank and write a predictor of them")
-    parser.add_argument("--rank", type=int, default=128)
+    parser.add_argument("--rank", type=count, default=128)
     parser.add_argument("--predictor-type", choices=PREDICTOR_TYPES, help="default: q4_0 for 4-bit types, else q8_0")
     parser.add_argument("--noise", type=float, default=0.1, help="of a key row, relative to its part of low rank")
     parser.add_argument("--recall", type=float, default=0.995, help="wanted of the predictor (default 0.995)")
-    parser.add_argument("--layers", type=int, help="in place of the shape's")
-    parser.add_argument("--n-ff", type=int, help="neurons per layer, in place of the shape's")
-    parser.add_argument("--n-ctx", type=int, help="context length, in place of the shape's")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=count, help="in place of the shape's")
+    parser.add_argument("--n-ff", type=count, help="neurons per layer, in place of the shape's")
+    parser.add_argument("--n-ctx", type=count, help="context length, in place of the shape's")
+    parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("-o", "--out", type=Path, required=True)
     parser.add_argument("--stock", metavar="FILE", type=Path, help="also the same weights as llama.cpp lays them out")
-    parser.add_argument("--check", metavar="N", type=int, help="then run N random tokens and print what fires")
+    parser.add_argument("--check", metavar="N", type=count, help="then run N random tokens and print what fires")
     return parser
 
 
@@ -151,6 +149,9 @@ def main() -> int:
         describe(recipe, make_plan(recipe), found)
         if args.check and recipe.sparsity is not None:
             check(args.out, args.check, recipe)
+    except KeyboardInterrupt:
+        print("make_synthetic: interrupted", file=sys.stderr)
+        return 130
     except (OSError, HotcoldError) as error:
         print(f"make_synthetic: {error}", file=sys.stderr)
         return 1

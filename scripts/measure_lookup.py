@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from hotcold.runtime.api import Model
+from hotcold.runtime.arguments import count
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.generate import GenerationStats
@@ -69,15 +70,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="+", metavar="MODEL")
     parser.add_argument("--modes", default="dense,exact", help="of the sparsity, separated by commas (dense,exact)")
-    parser.add_argument("--threads", type=int, default=None, help="default: what the machine gives this process")
-    parser.add_argument("--tokens", type=int, default=128, help="to generate per text (128)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each measurement (5)")
-    parser.add_argument("--lookup", type=int, default=MAX_DRAFT, help=f"most tokens drafted ({MAX_DRAFT})")
+    parser.add_argument("--threads", type=count, default=None, help="default: what the machine gives this process")
+    parser.add_argument("--tokens", type=count, default=128, help="to generate per text (128)")
+    parser.add_argument("--rounds", type=count, default=5, help="of each measurement (5)")
+    parser.add_argument("--lookup", type=count, default=MAX_DRAFT, help=f"most tokens drafted ({MAX_DRAFT})")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the texts, with a fixed seed (0)")
     args = parser.parse_args()
     try:
-        if not draft_limit(args.lookup) or min(args.tokens, args.rounds) < 1:
-            raise HotcoldError("--lookup, --tokens and --rounds must be at least 1")
+        draft_limit(args.lookup)
         params = SamplingParams(temperature=args.temperature, seed=1)
         for path in args.models:
             for mode in args.modes.split(","):
@@ -86,6 +86,9 @@ def main() -> None:
                     print_costs(path, model, args.rounds)
                     if model.session.has_vocabulary:
                         print_texts(model, params, args.tokens, args.rounds, args.lookup)
+    except KeyboardInterrupt:
+        print("measure_lookup: interrupted", file=sys.stderr)
+        sys.exit(130)
     except HotcoldError as error:
         sys.exit(f"error: {error}")
 

@@ -422,8 +422,18 @@ def test_the_script_measures_and_checks(
     assert shares[0][0] < 60 < shares[-1][0] and shares[-1][1] < shares[0][1]
 
     monkeypatch.setattr("sys.argv", [*command, "--lookup", "0"])
-    with pytest.raises(SystemExit, match="at least 1"):
+    with pytest.raises(SystemExit, match="2"):
         measure_lookup.main()
+    assert "must be a whole number from 1" in capsys.readouterr().err
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure_lookup, "print_costs", interrupted)
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit, match="130"):
+        measure_lookup.main()
+    assert capsys.readouterr().err == "measure_lookup: interrupted\n"
 
 
 def test_the_script_gives_the_union_of_neighbours(tiny_model: Callable[..., Path]) -> None:

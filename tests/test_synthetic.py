@@ -230,13 +230,32 @@ def test_models_without_a_twin_say_so(tmp_path):
     (["--predictor", "lowrank"], "need --sparsity"),
     (["--sparsity", "0.9", "--activation", "silu"], "never off"),
     (["--sparsity", "0.9", "--predictor", "lowrank", "--rank", "40"], "multiple of 32"),
-    (["--sparsity", "0.9", "--n-ff", "0"], "1 or more"),
     (["--n-ff", "100"], "multiple of 32"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_explained(tmp_path, options, why):
     with pytest.raises(HotcoldError, match=why):
         make_synthetic.make(recipe("--shape", "llama-tiny", "--type", "q8_0", *options), tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())
+
+
+def test_numbers_that_cannot_be_are_usage_errors(capsys):
+    for option in ("--n-ff", "--layers", "--n-ctx", "--rank", "--check"):
+        for value in ("0", "-1", "1.5"):
+            with pytest.raises(SystemExit, match="2"):
+                recipe("--shape", "llama-tiny", "--type", "q8_0", option, value)
+            assert "must be a whole number from 1" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys, tmp_path):
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make_synthetic, "make", interrupted)
+    command = ["make_synthetic.py", "--shape", "llama-tiny", "--type", "q8_0", "-o", str(tmp_path / "x.gguf")]
+    monkeypatch.setattr("sys.argv", command)
+    assert make_synthetic.main() == 130
+    assert capsys.readouterr().err == "make_synthetic: interrupted\n"
+
 
 
 def test_sizes_can_be_overridden(tmp_path):
