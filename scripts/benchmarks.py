@@ -27,6 +27,7 @@ from hotcold.runtime.errors import HotcoldError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 MODELS = Path.home() / ".cache" / "hotcold" / "benchmarks"
+RESULTS = CHECKOUT / ".benchmarks"  # not in git
 REPS, QUICK_REPS = 5, 3
 
 
@@ -40,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="measure again what has a result")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_REPS} clean rounds instead of {REPS}")
     parser.add_argument("--tiny", action="store_true", help="tiny models: tries out the machinery; needs --results")
-    parser.add_argument("--results", type=Path, help=f"folder of JSON, default {CHECKOUT / 'benchmarks'}")
+    parser.add_argument("--results", type=Path, help=f"folder of JSON, default {RESULTS}")
     parser.add_argument("--models", type=Path, default=MODELS, help=f"folder for models made here, default {MODELS}")
     parser.add_argument("--demo", type=Path, default=CHECKOUT / ".models" / "smollm2-135m-instruct.gguf",
                         help="the relufied SmolLM2 that scripts/run makes")
@@ -90,7 +91,7 @@ def prepare(figures: list[Figure], options: Options) -> int:
 
 def main() -> int:
     args = parse_args()
-    results = args.results or CHECKOUT / ".benchmarks"
+    results = args.results or RESULTS
     reps = 1 if args.tiny else QUICK_REPS if args.quick else REPS
     options = Options(
         models=args.models, results=results, demo=args.demo, reps=reps,

@@ -18,8 +18,10 @@ sys.path.insert(0, str(SCRIPTS))  # the scripts import each other by plain names
 import make_synthetic  # noqa: E402
 from benchmarking import runs  # noqa: E402
 from benchmarking.figures import FIGURES, Model, by_name  # noqa: E402
-from benchmarking.page import fit, remarks, write_page  # noqa: E402
-from benchmarking.runs import Options, job_key, load, run_figure, sized  # noqa: E402
+from benchmarking.page import remarks, write_page  # noqa: E402
+from benchmarking.runs import Options, load, run_figure, save, sized  # noqa: E402
+from benchmarking.summary import fit  # noqa: E402
+from comparison.bursts import Burst  # noqa: E402
 
 NOTHING: dict[str, dict[str, Any]] = {figure.name: {"name": figure.name, "jobs": {}} for figure in FIGURES}
 MACHINE = {"machine": {"CPU": "a CPU", "load average": "0.1"}, "versions": {"hotcold": "1"}, "load_at_end": "0.2"}
@@ -41,6 +43,18 @@ def compared(ratio: float, share: float = 0.5) -> dict[str, Any]:
                        **MACHINE}}  # fmt: skip
 
 
+def bench(label: str, others: float, *lines: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"label": label, "kind": "bench", "target": None, "model": "m.gguf", "date": "d", "command": "c",
+            "lines": list(lines), "others": others, "noise": 0.2, **more, **MACHINE}  # fmt: skip
+
+
+def measured(name: str, *jobs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """As results of the first runs of that figure."""
+    figure = by_name(name)
+    assert figure is not None
+    return {name: {"name": name, "jobs": dict(zip((job.key for job in figure.jobs), jobs, strict=False))}}
+
+
 def test_names_and_files_are_unique_and_models_can_be_asked_for():
     assert len({figure.name for figure in FIGURES}) == len(FIGURES)
     models = {job.model for figure in FIGURES for job in figure.jobs if isinstance(job.model, Model)}
@@ -49,7 +63,7 @@ def test_names_and_files_are_unique_and_models_can_be_asked_for():
         recipe = make_synthetic.recipe_of(make_synthetic.arguments().parse_args([*model.options(), "-o", "x"]))
         assert recipe.sparsity == model.sparsity
     for figure in FIGURES:
-        keys = [job_key(job) for job in figure.jobs]
+        keys = [job.key for job in figure.jobs]
         assert len(set(keys)) == len(keys) and (keys or figure.source)
         assert all(by_name(name) for name in figure.source)
 
@@ -72,15 +86,74 @@ def test_page_without_results_says_so_everywhere():
 
 def test_page_tells_what_was_reached_and_keeps_remarks():
     old = "x <!-- remarks exact-gated -->\nBy hand.\nTwo lines.\n<!-- end --> <!-- remarks predict -->\nno<!-- end -->"
-    results = NOTHING | {"exact-gated": {"jobs": {"a": compared(2.0), "b": compared(1.7, share=0.8)}}}
-    page = write_page(results, old)
-    assert "| Exact, gated, 10 % of the neurons active | ≥ 1.8 | 1.70 to 2.00 | 1 of 2 |" in page
+    page = write_page(NOTHING | measured("exact-gated", compared(2.0), compared(1.7, share=0.8)), old)
+    assert "| Exact, gated, 10 % of the neurons active | ratio ≥ 1.8 | 1.70 to 2.00 | 1 of 2, 2 not measured |" in page
+    assert "| Share of the bound by memory | ≥ 75% to 90% | 50% to 80% | 1 of 2, 13 not measured |" in page
     assert "| exact | 20.00 (20.00-20.00) | 10.00 (10.00-10.00) | 2.00 (2.00-2.00) | ≥ 1.8 | yes | 10.0% |" in page
     assert "| 40.0 | 50% | ≥ 75% | no | 10.00 |" in page and "| 80% | ≥ 75% | yes |" in page, "its share of the bound"
-    assert "2 of 4 runs: not measured." in page
+    assert "2 of 4 runs: not measured." in page and "13 of 15 runs: not measured." in page
+    assert "Covers llama-1.3b F16, Q8_0, Q4_0 with 1 and 2 threads; llama-7b Q4_0 with 2 threads only." in page
     assert "2026-01-02 03:04, `compare it`" in page and "build: -O3" in page and page.count("- a CPU") == 1
     assert remarks(page, "exact-gated") == "By hand.\nTwo lines.\n"
-    assert write_page(results, page) == page, "writing it again changes nothing"
+    again = write_page(NOTHING | measured("exact-gated", compared(2.0), compared(1.7, share=0.8)), page)
+    assert again == page, "writing it again changes nothing"
+
+
+def test_a_figure_is_reached_when_all_of_it_was_measured_and_all_rows_reach_it():
+    whole = measured("dense-q4_k", *[compared(2.0)] * 2)
+    line = "| Dense decoding, Q4_K | ratio ≥ 1.0 |"
+    assert f"{line} 2.00 | yes |" in write_page(NOTHING | whole, "")
+    whole["dense-q4_k"]["jobs"].popitem()
+    assert f"{line} 2.00 | 1 of 1, 1 not measured |" in write_page(NOTHING | whole, "")
+    without_clean_rounds = compared(2.0)
+    without_clean_rounds["result"]["speed"][0] |= {"ratio": [], "ratio_median": None, "ours": []}
+    page = write_page(NOTHING | measured("dense-q4_k", compared(2.0), without_clean_rounds), "")
+    assert f"{line} 2.00 | 1 of 1, 1 not measured |" in page
+    assert f"{line}  | not measured |" in write_page(NOTHING, "")
+
+
+def test_start_up_is_judged_and_disturbed_runs_are_marked():
+    jobs = [bench(label, others, {"load_s": seconds, "peak_rss": 4e9}, wall_s=1.0, file_mb=4000.0)
+            for label, others, seconds in (("mapped", 0.1, 0.4), ("--no-mmap", 0.3, 3.0))]  # fmt: skip
+    page = write_page(NOTHING | measured("startup", *jobs), "")
+    assert "| Start-up | < 1 s | 0.40 | yes |" in page
+    assert "| mapped | 4.00 | 0.40 |" in page and "| --no-mmap (disturbed) | 4.00 | 3.00 |" in page
+    assert "**Disturbed:** others kept 0.30 cores busy meanwhile: --no-mmap, m.gguf." in page
+
+
+def test_neither_results_nor_page_name_folders_of_the_machine(tmp_path):
+    """Whatever a run told; results of another checkout, as the page finds them, too."""
+    figure, job = by_name("relu-smollm2"), compared(2.0)
+    assert figure is not None
+    job |= {"model": "my-own.gguf", "command": "python scripts/compare_llama_cpp.py my-own.gguf --twins m --reps 3"}
+    job["result"]["notes"] = [f"failed: {sys.executable} -m hotcold.runtime.cli bench {Path.home()}/x.gguf",
+                              "its file is `my-own.relu-as-silu.gguf`", f"No llama-bench in {tmp_path}/bin",
+                              "/opt/v/bin/python3 /opt/hotcold/scripts/comparison/stock_worker.py"]  # fmt: skip
+    job["result"]["files"] = {"ours": str(SCRIPTS.parent / ".models" / "my-own.gguf")}
+    found = measured(figure.name, job)[figure.name]
+    save(tmp_path, figure, found)
+    page = write_page(NOTHING | {figure.name: found}, "")
+    assert write_page(NOTHING | {figure.name: load(tmp_path, figure)}, "") == page
+    for text in (page, (tmp_path / f"{figure.name}.json").read_text()):
+        assert not [folder for folder in (str(Path.home()), sys.executable, str(SCRIPTS.parent), str(tmp_path), "/opt")
+                    if folder in text]  # fmt: skip
+    assert "- failed: hotcold bench ~/x.gguf\n" in page and "- python scripts/comparison/stock_worker.py\n" in page
+    assert "`python scripts/compare_llama_cpp.py smollm2-135m-instruct.gguf --reps 3`" in page
+    assert "smollm2-135m-instruct.relu-as-silu.gguf" in page and "my-own" not in page
+    assert "- the model was named with --demo" in page
+
+
+def test_a_disturbed_burst_is_tried_again_and_the_quietest_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "wait_for_quiet", lambda noise, wait: 0.0)
+    for others, ran, kept in (([0.1], 1, 0.1), ([0.9, 0.2], 2, 0.2), ([0.9, 0.6, 0.7], 3, 0.6)):
+        bursts = iter([Burst("x", 0, "", "", 1.0, 1.0, 1.0, value, 0.0) for value in others])
+        monkeypatch.setattr(runs, "run_burst", lambda command, bursts=bursts: next(bursts))
+        given = Options(tmp_path, tmp_path, tmp_path, 1, (), noise=0.2, wait=0.0)
+        assert runs.quiet_burst([], "it", given).others == kept
+        assert next(bursts, None) is None, f"{ran} bursts ran"
+    monkeypatch.setattr(runs, "run_burst", lambda command: Burst("x", 1, "", "broke", 1.0, 1.0, 1.0, 0.0, 0.0))
+    with pytest.raises(HotcoldError, match="it ended with status 1: broke"):
+        runs.quiet_burst([], "it", given)
 
 
 def test_growth_is_fitted_by_a_line():
@@ -89,8 +162,9 @@ def test_growth_is_fitted_by_a_line():
     assert fit([1, 2, 4], [1, 4, 16])[2] < 0.99
     lines = [{"n_depth": d, "n_gen": 4, "n_prompt": 0, "n_threads": 2, "samples_ns": [4e6 * (10 + d)],
               "peak_rss": 1e9} for d in (0, 100, 200)]  # fmt: skip
-    job = {"label": "depth", "layers": None, "n_ff": None, "lines": lines, "date": "d", "command": "c", **MACHINE}
-    page = write_page(NOTHING | {"scaling-ctx": {"jobs": {"depth": job}}}, "")
+    job = bench("depth", 0.0, *lines, layers=None, n_ff=None)
+    page = write_page(NOTHING | measured("scaling-ctx", job), "")
+    assert "| A longer context | R² ≥ 0.99 | 1.0000 | yes |" in page
     assert "| 2 | 200 | 210.00 | 4.8 | 1.00 |" in page
     assert "time: 10 ms + 1e+03 ms per 1000 (depth), R² = 1.0000" in page
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 DEMO = "demo"  # the model that scripts/run makes
+DEMO_STEM = "smollm2-135m-instruct"  # the name it has there
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,19 @@ class Job:
     kind: str
     model: Model | str  # a str: DEMO
     options: tuple[str, ...] = ()
-    target: float | None = None  # of the ratio, or of the share of the plain read
+    target: float | None = None  # of the ratio
+
+    @property
+    def key(self) -> str:
+        """Names its result."""
+        return self.label + (f" {self.model.name}" if isinstance(self.model, Model) else "")
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """Numbers of threads it is run with; none where the script chooses."""
+        found = [value for option, value in zip(self.options, self.options[1:], strict=False)
+                 if option in ("-t", "--threads")]  # fmt: skip
+        return tuple(int(n) for value in found for n in value.split(","))
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,12 @@ FIGURES = (
         "lookup", "Prompt lookup", "Speculation without a draft model, `scripts/measure_lookup.py`.", "text",
         (Job("demo", "text", DEMO, ("measure_lookup.py", "--modes", "exact", "--threads", "2", "--rounds", "3",
                                     "--tokens", "96")),),
+    ),
+    Figure(
+        "oversubscribed", "A machine that is busy",
+        "Twice as many threads as cores, beside one process per core that never rests, "
+        "`scripts/measure_oversubscribed.py`.",
+        "text", (Job("demo", "text", DEMO, ("measure_oversubscribed.py", "--tokens", "64", "--rounds", "3")),),
     ),
     Figure(
         "startup", "Start-up", "A file of 4 GB in the page cache, mapped; then read into memory instead.", "startup",

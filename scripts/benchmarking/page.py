@@ -1,6 +1,6 @@
 """BENCHMARKS.md from the results: a table per figure, with its command, date, machine and target.
 
-In: results of runs.py, the page as it is. Out: the page. Next: nothing.
+In: results of runs.py, the page as it is. Out: the page. Next: nothing; summary.py judges.
 
 Remarks written by hand between a figure's markers are kept.
 """
@@ -8,15 +8,17 @@ Remarks written by hand between a figure's markers are kept.
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+from comparison.plain import each_text, plain
 from comparison.report import optional, spread, table
-from comparison.settings import STOCK
+from comparison.settings import STOCK, Settings
 
-from benchmarking.figures import FIGURES, Figure
+from benchmarking.figures import DEMO, DEMO_STEM, FIGURES, Figure, Job, Model
+from benchmarking.summary import NOT_MEASURED, START_S, Jobs, fits, growth, jobs_of, sources, summary, wanted_share
 
 HEAD = """\
 # Benchmarks
@@ -25,26 +27,49 @@ hotcold against stock llama.cpp and against what memory allows. This page is wri
 from the results in `.benchmarks/`; only the remarks between the markers are by hand. Each table is measured again by
 
 ```sh
+scripts/run                                           # once, for the environment and the demo model
 scripts/get_llama_cpp.sh                              # once
-python scripts/benchmarks.py NAME --force --write     # or `all`; --list tells the names
+.venv/bin/python scripts/benchmarks.py NAME --force   # or `all`; --list tells the names, --write writes this page
 ```
 
-Models are synthetic but for SmolLM2: real sizes, random weights, planted sparsity (`scripts/make_synthetic.py`). Speeds
-are tokens per second, median (lowest-highest) of the clean rounds; everybody takes turns, rounds in which others used
-the machine do not count. A ratio is the median of those of neighbours. llama.cpp runs with its weights repacked and as
-they lie in the file; the faster counts.
+Models are synthetic but for SmolLM2: real sizes, random weights, planted sparsity (`scripts/make_synthetic.py`). They
+are made in `~/.cache/hotcold/benchmarks`, the demo model in `.models`; commands below name the files only. Speeds are
+tokens per second, median (lowest-highest) of the clean rounds; everybody takes turns, rounds in which others used the
+machine do not count. A ratio is the median of those of neighbours. llama.cpp runs with its weights repacked and as they
+lie in the file; the faster counts. Each section says which models and numbers of threads it covers: nothing larger than
+7B and nothing with more than two threads was measured.
+
 """
-SHARES = {"f16": 0.9, "q8_0": 0.8, "q4_0": 0.8}  # wanted of the plain read, dense decoding
-SPARSE_SHARE = 0.75
-NOT_MEASURED = "not measured"
+TWINS = re.compile(r" --twins \S+")  # of a command: the folder where its models are
 
 
 def write_page(results: dict[str, dict[str, Any]], old: str) -> str:
     """results: name -> what runs.load gives. `old`: the page as it is, for its remarks."""
-    parts = [HEAD, summary(results)]
+    shown = {figure.name: as_shown(figure, results[figure.name]) for figure in FIGURES}
+    parts = [HEAD + summary(shown)]
     for figure in FIGURES:
-        parts.append(section(figure, results, remarks(old, figure.name)))
+        parts.append(section(figure, shown, remarks(old, figure.name)))
     return "\n".join(parts)
+
+
+def as_shown(figure: Figure, found: dict[str, Any]) -> dict[str, Any]:
+    """No paths of the machine that measured, and the demo model by the name that scripts/run gives it."""
+    found = dict(plain(found))
+    for job in figure.jobs:
+        if job.model == DEMO and job.key in found["jobs"]:
+            found["jobs"][job.key] = as_demo(found["jobs"][job.key])
+    return found
+
+
+def as_demo(job: dict[str, Any]) -> dict[str, Any]:
+    stem = Path(job["model"]).stem
+    if stem == DEMO_STEM:
+        return job
+    name = re.compile(rf"(?<![\w.-]){re.escape(stem)}(?=\.[\w.-]*gguf)")
+    job = dict(each_text(job, partial(name.sub, DEMO_STEM)))
+    facts = job.get("result", job)
+    facts["notes"] = [*facts.get("notes", ()), "the model was named with --demo, instead of what scripts/run had made"]
+    return job
 
 
 def remarks(page: str, name: str) -> str:
@@ -53,29 +78,38 @@ def remarks(page: str, name: str) -> str:
 
 
 def section(figure: Figure, results: dict[str, dict[str, Any]], by_hand: str) -> str:
-    jobs = list(results[figure.name]["jobs"].values())
-    parts = [f"## {figure.title} (`{figure.name}`)", "", figure.text, ""]
-    body = VIEWS[figure.view](jobs if not figure.source else jobs_of(figure.source, results))
+    jobs, all_jobs = jobs_of(figure, results), [job for one in sources(figure) for job in one.jobs]
+    parts = [f"## {figure.title} (`{figure.name}`)", "", figure.text + " " + covered(all_jobs), ""]
+    body = VIEWS[figure.view](jobs)
     parts += [body or f"*{NOT_MEASURED}*", ""]
-    wanted = {job.label + job.kind for job in figure.jobs}
-    if body and len(wanted) > 0 and len(jobs) < len(figure.jobs):
-        parts += [f"{len(figure.jobs) - len(jobs)} of {len(figure.jobs)} runs: {NOT_MEASURED}.", ""]
+    if body and len(jobs) < len(all_jobs):
+        parts += [f"{len(all_jobs) - len(jobs)} of {len(all_jobs)} runs: {NOT_MEASURED}.", ""]
     parts += [f"<!-- remarks {figure.name} -->\n{by_hand}<!-- end -->", ""]
-    if jobs:
+    if jobs and not figure.source:
         parts += ["<details><summary>How it was measured</summary>", "", *details(jobs), "", "</details>", ""]
     return "\n".join(parts)
 
 
-def jobs_of(names: tuple[str, ...], results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**job, "figure": name} for name in names for job in results[name]["jobs"].values()]
+def covered(jobs: list[Job]) -> str:
+    """Which models with how many threads: what a table leaves out cannot be seen in it."""
+    kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for job in jobs:
+        what, kind = (job.model.shape, job.model.kind.upper()) if isinstance(job.model, Model) else ("SmolLM2-135M", "")
+        kinds.setdefault((what, job.threads), []).append(kind)
+    parts = []
+    for (what, threads), of in kinds.items():
+        count = " and ".join(map(str, threads)) + f" thread{'s' * (threads[-1] > 1)}" if threads else ""
+        count += " only" * (len(threads) == 1)
+        parts.append(" ".join([what, ", ".join(dict.fromkeys(of))]).strip() + (f" with {count}" if count else ""))
+    return f"Covers {'; '.join(parts)}."
 
 
-def details(jobs: list[dict[str, Any]]) -> list[str]:
+def details(jobs: Jobs) -> list[str]:
     """Commands, dates, machine, versions: each different line once."""
     lines: list[str] = []
     for job in jobs:
         facts = job.get("result", job)
-        lines.append(f"- {job['date']}, `{job['command']}`")
+        lines.append(f"- {job['date']}, `{TWINS.sub('', job['command'])}`")
         machine = {name: value for name, value in facts["machine"].items() if name != "load average"}
         lines.append("- " + "; ".join(machine.values()))
         lines.append("- " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()))
@@ -85,40 +119,10 @@ def details(jobs: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-# ---- the summary
-
-
-def summary(results: dict[str, dict[str, Any]]) -> str:
-    """One line per figure that has a target: the worst of its rows."""
-    rows = []
-    for figure in FIGURES:
-        if figure.view not in ("ratio", "dense"):
-            continue
-        found = [(value, target) for job in results[figure.name]["jobs"].values()
-                 for value, target in targets(job, figure.view)]  # fmt: skip
-        wanted = figure.jobs[0].target
-        if not found:
-            rows.append([figure.title, f"≥ {wanted}", NOT_MEASURED, ""])
-            continue
-        values = [value for value, _ in found]
-        good = sum(value >= target for value, target in found)
-        got = f"{min(values):.2f}" if len(values) == 1 else f"{min(values):.2f} to {max(values):.2f}"
-        rows.append([figure.title, f"≥ {wanted}", got, "yes" if good == len(found) else f"{good} of {len(found)}"])
-    return table(["figure", "wanted ratio", "got", "reached"], rows) + "\n"
-
-
-def targets(job: dict[str, Any], view: str) -> list[tuple[float, float]]:
-    """(ratio, target) of each row that has both."""
-    if job["target"] is None:
-        return []
-    name = "to_dense_median" if view == "dense" else "ratio_median"
-    return [(row[name], job["target"]) for row in job["result"]["speed"] if row[name] is not None]
-
-
 # ---- views
 
 
-def ratio_view(jobs: list[dict[str, Any]], to_dense: bool = False) -> str:
+def ratio_view(jobs: Jobs, to_dense: bool = False) -> str:
     rows = []
     for job in jobs:
         for r in job["result"]["speed"]:
@@ -141,7 +145,7 @@ def ratio_view(jobs: list[dict[str, Any]], to_dense: bool = False) -> str:
     return table(header, rows) + quality_lines(jobs)
 
 
-def quality_lines(jobs: list[dict[str, Any]]) -> str:
+def quality_lines(jobs: Jobs) -> str:
     lines = []
     for job in jobs:
         for q in job["result"]["quality"]:
@@ -166,16 +170,13 @@ def reached(value: float | None, target: float | None) -> str:
     return "" if value is None or target is None else "yes" if value >= target else "no"
 
 
-def bandwidth_view(jobs: list[dict[str, Any]]) -> str:
+def bandwidth_view(jobs: Jobs) -> str:
     rows = []
     for job in jobs:
-        kind = job["model"].removesuffix(".gguf").rpartition(".")[2]
         for u in job["result"]["use"]:
             if u["bandwidth_share"] is None:
                 continue
-            wanted = None
-            if not u["who"].startswith(STOCK):
-                wanted = SHARES.get(kind) if u["who"] == "dense" else SPARSE_SHARE
+            wanted = wanted_share(job, u)
             rows.append([
                 job["label"], str(u["threads"]), u["who"], f"{u['bytes_per_token'] / 1e9:.3f}",
                 f"{u['bytes_per_token'] * u['speed'] / 1e9:.1f}", f"{u['bandwidth'] / 1e9:.1f}",
@@ -188,55 +189,45 @@ def bandwidth_view(jobs: list[dict[str, Any]]) -> str:
     return table(header, unique) if unique else ""
 
 
-def linear_view(jobs: list[dict[str, Any]]) -> str:
+def linear_view(jobs: Jobs) -> str:
     """Time per token and memory against what grows, and how well a straight line describes them."""
-    points: dict[int, list[tuple[float, float, float]]] = {}  # threads -> (size, ms per token, peak GB)
-    what = jobs[0]["label"] if jobs else ""
-    for job in jobs:
-        for line in job["lines"]:
-            size = {"depth": line["n_depth"], "layers": job["layers"], "neurons per layer": job["n_ff"]}[what]
-            ms = statistics.median(line["samples_ns"]) / 1e6 / (line["n_gen"] or line["n_prompt"])
-            points.setdefault(line["n_threads"], []).append((size, ms, line["peak_rss"] / 1e9))
-    rows, fits = [], []
-    for threads, of in sorted(points.items()):
-        of.sort()
-        rows += [[str(threads), f"{size:.0f}", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{gb:.2f}"] for size, ms, gb in of]
-        for name, index, unit in (("time", 1, "ms"), ("memory", 2, "GB")):
-            if len(of) > 2:
-                slope, start, r2 = fit([p[0] for p in of], [p[index] for p in of])
-                fits.append(f"- {threads} threads, {name}: {start:.3g} {unit} + {1000 * slope:.3g} {unit} per 1000 "
-                            f"({what}), R² = {r2:.4f}")  # fmt: skip
+    rows, lines = [], []
+    for threads, points in growth(jobs).items():
+        rows += [[str(threads), f"{size:.0f}", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{gb:.2f}"] for size, ms, gb in points]
+        lines += [f"- {threads} threads, {name}: {start:.3g} {unit} + {1000 * slope:.3g} {unit} per 1000 "
+                  f"({jobs[0]['label']}), R² = {r2:.4f}" for name, unit, slope, start, r2 in fits(points)]  # fmt: skip
     if not rows:
         return ""
-    return table(["threads", what, "ms per token", "tok/s", "peak RSS GB"], rows) + "\n\n" + "\n".join(fits)
+    body = [table(["threads", jobs[0]["label"], "ms per token", "tok/s", "peak RSS GB"], rows), "\n".join(lines)]
+    return "\n\n".join(filter(None, [*body, *disturbed(jobs)]))
 
 
-def fit(x: list[float], y: list[float]) -> tuple[float, float, float]:
-    """Slope, intercept and R² of the line through the points."""
-    slope, start = np.polyfit(x, y, 1)
-    left = np.sum((np.array(y) - (slope * np.array(x) + start)) ** 2)
-    total = np.sum((np.array(y) - np.mean(y)) ** 2)
-    return float(slope), float(start), float(1 - left / total) if total > 0 else 1.0
+def disturbed(jobs: Jobs) -> list[str]:
+    """A line for each run in which others used the machine, however often it was tried."""
+    return [f"**Disturbed:** others kept {job['others']:.2f} cores busy meanwhile: {job['label']}, {job['model']}."
+            for job in jobs if job.get("others", 0.0) > job.get("noise", Settings.noise)]  # fmt: skip
 
 
-def startup_view(jobs: list[dict[str, Any]]) -> str:
+def startup_view(jobs: Jobs) -> str:
     rows = []
     for job in jobs:
         for line in job["lines"]:
             rss, file = line["peak_rss"] / 1e6, job["file_mb"]
-            rows.append([job["label"], f"{file / 1e3:.2f}", f"{line['load_s']:.2f}",
-                         "< 1" if job["label"] == "mapped" else "", f"{job['wall_s']:.2f}", f"{rss / 1e3:.2f}",
-                         f"{rss / file:.2f}"])  # fmt: skip
+            mark = " (disturbed)" if disturbed([job]) else ""
+            rows.append([job["label"] + mark, f"{file / 1e3:.2f}", f"{line['load_s']:.2f}",
+                         f"< {START_S:g}" if job["label"] == "mapped" else "", f"{job['wall_s']:.2f}",
+                         f"{rss / 1e3:.2f}", f"{rss / file:.2f}"])  # fmt: skip
     header = ["how", "file GB", "opening s", "wanted", "process, one token, s", "peak RSS GB", "RSS ÷ file"]
-    return table(header, rows) if rows else ""
+    return "\n\n".join([table(header, rows), *disturbed(jobs)]) if rows else ""
 
 
-def text_view(jobs: list[dict[str, Any]]) -> str:
+def text_view(jobs: Jobs) -> str:
     """The Markdown of a script, its headings below ours."""
-    return "\n\n".join(re.sub(r"^#+ ", "### ", job["text"].strip(), flags=re.MULTILINE) for job in jobs)
+    texts = [re.sub(r"^#+ ", "### ", job["text"].strip(), flags=re.MULTILINE) for job in jobs]
+    return "\n\n".join([*texts, *disturbed(jobs)])
 
 
-VIEWS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+VIEWS: dict[str, Callable[[Jobs], str]] = {
     "ratio": ratio_view, "dense": lambda jobs: ratio_view(jobs, to_dense=True), "bandwidth": bandwidth_view,
     "linear": linear_view, "startup": startup_view, "text": text_view,
 }  # fmt: skip
