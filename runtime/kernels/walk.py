@@ -16,7 +16,7 @@ from hotcold.runtime.kernels.attention_block import attend_block
 from hotcold.runtime.kernels.blocks import few_tokens, matmul, matmul_columns
 from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
 from hotcold.runtime.kernels.formats import F32, PACK_TOKENS
-from hotcold.runtime.kernels.rows import NONE, ONE, ZERO, axpy4, copy_row, matvec, part_unit, row_part
+from hotcold.runtime.kernels.rows import NONE, ONE, ZERO, axpy4, copy_row, part_unit, row_part
 from hotcold.runtime.kernels.simd import (
     above16,
     flush_denormals,
@@ -171,25 +171,15 @@ def _matmul(o, t, n_threads, first, n_tok, own, scratch, logits):
     r0, r1 = share(o.rows, FLOAT_ROWS if n_tok - first > 1 else 4, t, n_threads)
     src, srcb = (o.src + own, o.srcb + own) if o.private else (o.src, o.srcb)
     dst = o.dst if o.dst else logits - first * o.ld_dst
-    n = n_tok - first
-    if n == 1 and not (o.bias or o.add or o.ids):
-        matvec(o.qt, o.w, o.stride, r0, r1, o.cols, src + first * o.ld_src, srcb + first * o.ld_srcb,
-               dst + first * o.ld_dst, NONE)
-        if o.scale != 1:
-            for r in range(r0, r1):
-                at = dst + first * o.ld_dst + 4 * r
-                store_f32(at, load_f32(at) * o.scale)
-        return
-    ids = NONE
+    n, ids = n_tok - first, NONE
     if o.ids:
         ids = o.ids + own
         r0, r1 = share(load_i64(o.lengths + own), LANES, t, n_threads)
-    if o.few:
-        few_tokens(o, r0, r1, n, src + first * o.ld_src, o.ld_src, srcb + first * o.ld_srcb, o.ld_srcb,
-                   dst + first * o.ld_dst, o.ld_dst, scratch)
-        return
-    matmul(o, r0, r1, n, src + first * o.ld_src, o.ld_src, srcb + first * o.ld_srcb, o.ld_srcb,
-           dst + first * o.ld_dst, o.ld_dst, scratch, ids)
+    src, srcb, dst = src + first * o.ld_src, srcb + first * o.ld_srcb, dst + first * o.ld_dst
+    if o.few or n < PACK_TOKENS and not ids:
+        few_tokens(o, r0, r1, n, src, o.ld_src, srcb, o.ld_srcb, dst, o.ld_dst)
+    else:
+        matmul(o, r0, r1, n, src, o.ld_src, srcb, o.ld_srcb, dst, o.ld_dst, scratch, ids)
 
 
 @njit
