@@ -90,9 +90,11 @@ def test_page_tells_what_was_reached_and_keeps_remarks():
     assert "| Exact, gated, 10 % of the neurons active | ratio ≥ 1.8 | 1.70 to 2.00 | 1 of 2, 2 not measured |" in page
     assert "| Share of the bound by memory | ≥ 75% to 90% | 50% to 80% | 1 of 2, 13 not measured |" in page
     assert "| exact | 20.00 (20.00-20.00) | 10.00 (10.00-10.00) | 2.00 (2.00-2.00) | ≥ 1.8 | yes | 10.0% |" in page
-    assert "| 40.0 | 50% | ≥ 75% | no | 10.00 |" in page and "| 80% | ≥ 75% | yes |" in page, "its share of the bound"
-    assert "2 of 4 runs: not measured." in page and "13 of 15 runs: not measured." in page
-    assert "Covers llama-1.3b F16, Q8_0, Q4_0 with 1 and 2 threads; llama-7b Q4_0 with 2 threads only." in page
+    assert "| 40.0 | 50.0% | ≥ 75% | no | 10.00 |" in page, "its share of the bound"
+    assert "| 80.0% | ≥ 75% | yes |" in page
+    assert "Not measured: llama-1.3b Q4_0, llama-7b Q4_0." in page
+    assert "Not measured: dense-f16 llama-1.3b F16, dense-q8_0 llama-1.3b Q8_0, " in page
+    assert "the same result. Covers llama-1.3b F16, Q8_0 with 2 threads only.\n" in page
     assert "2026-01-02 03:04, `compare it`" in page and "build: -O3" in page and page.count("- a CPU") == 1
     assert remarks(page, "exact-gated") == "By hand.\nTwo lines.\n"
     again = write_page(NOTHING | measured("exact-gated", compared(2.0), compared(1.7, share=0.8)), page)
@@ -112,8 +114,18 @@ def test_a_figure_is_reached_when_all_of_it_was_measured_and_all_rows_reach_it()
     assert f"{line}  | not measured |" in write_page(NOTHING, "")
 
 
+def test_a_section_says_how_llama_cpp_ran():
+    first, second = compared(2.0), compared(2.0)
+    first["result"]["rounds"] = [{"bursts": {"llama.cpp": {}, "dense": {}}}]
+    second["result"]["rounds"] = [{"bursts": {"llama.cpp": {}, "llama.cpp, no repack": {}, "dense": {}}}]
+    second["result"]["speed"].append({**second["result"]["speed"][0], "threads": 1})
+    page = write_page(NOTHING | measured("dense-q4_k", first, second), "")
+    assert ("Covers llama-1.3b Q4_K with 2 threads only (llama.cpp repacked only); llama-7b Q4_K with 1 and 2 threads."
+            in page)  # fmt: skip
+
+
 def test_start_up_is_judged_and_disturbed_runs_are_marked():
-    jobs = [bench(label, others, {"load_s": seconds, "peak_rss": 4e9}, wall_s=1.0, file_mb=4000.0)
+    jobs = [bench(label, others, {"load_s": seconds, "peak_rss": 4e9, "n_threads": 2}, wall_s=1.0, file_mb=4000.0)
             for label, others, seconds in (("mapped", 0.1, 0.4), ("--no-mmap", 0.3, 3.0))]  # fmt: skip
     page = write_page(NOTHING | measured("startup", *jobs), "")
     assert "| Start-up | < 1 s | 0.40 | yes |" in page
@@ -140,7 +152,7 @@ def test_neither_results_nor_page_name_folders_of_the_machine(tmp_path):
     assert "- failed: hotcold bench ~/x.gguf\n" in page and "- python scripts/comparison/stock_worker.py\n" in page
     assert "`python scripts/compare_llama_cpp.py smollm2-135m-instruct.gguf --reps 3`" in page
     assert "smollm2-135m-instruct.relu-as-silu.gguf" in page and "my-own" not in page
-    assert "- the model was named with --demo" in page
+    assert "- The model was named with --demo" in page
 
 
 def test_a_disturbed_burst_is_tried_again_and_the_quietest_counts(tmp_path, monkeypatch):

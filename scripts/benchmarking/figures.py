@@ -61,13 +61,6 @@ class Job:
         """Names its result."""
         return self.label + (f" {self.model.name}" if isinstance(self.model, Model) else "")
 
-    @property
-    def threads(self) -> tuple[int, ...]:
-        """Numbers of threads it is run with; none where the script chooses."""
-        found = [value for option, value in zip(self.options, self.options[1:], strict=False)
-                 if option in ("-t", "--threads")]  # fmt: skip
-        return tuple(int(n) for value in found for n in value.split(","))
-
 
 @dataclass(frozen=True)
 class Figure:

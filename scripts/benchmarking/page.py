@@ -15,9 +15,9 @@ from typing import Any
 
 from comparison.plain import each_text, plain
 from comparison.report import optional, spread, table
-from comparison.settings import STOCK, Settings
+from comparison.settings import NO_REPACK, STOCK, Settings
 
-from benchmarking.figures import DEMO, DEMO_STEM, FIGURES, Figure, Job, Model
+from benchmarking.figures import DEMO, DEMO_STEM, FIGURES, Figure, Model
 from benchmarking.summary import NOT_MEASURED, START_S, Jobs, fits, growth, jobs_of, sources, summary, wanted_share
 
 HEAD = """\
@@ -35,9 +35,9 @@ scripts/get_llama_cpp.sh                              # once
 Models are synthetic but for SmolLM2: real sizes, random weights, planted sparsity (`scripts/make_synthetic.py`). They
 are made in `~/.cache/hotcold/benchmarks`, the demo model in `.models`; commands below name the files only. Speeds are
 tokens per second, median (lowest-highest) of the clean rounds; everybody takes turns, rounds in which others used the
-machine do not count. A ratio is the median of those of neighbours. llama.cpp runs with its weights repacked and as they
-lie in the file; the faster counts. Each section says which models and numbers of threads it covers: nothing larger than
-7B and nothing with more than two threads was measured.
+machine do not count. A ratio is the median of those of neighbours. llama.cpp runs with its weights repacked and, but
+where a section says otherwise, as they lie in the file; the faster counts. Each section says which models and numbers
+of threads it covers: nothing larger than 7B and nothing with more than two threads was measured.
 
 """
 TWINS = re.compile(r" --twins \S+")  # of a command: the folder where its models are
@@ -68,7 +68,7 @@ def as_demo(job: dict[str, Any]) -> dict[str, Any]:
     name = re.compile(rf"(?<![\w.-]){re.escape(stem)}(?=\.[\w.-]*gguf)")
     job = dict(each_text(job, partial(name.sub, DEMO_STEM)))
     facts = job.get("result", job)
-    facts["notes"] = [*facts.get("notes", ()), "the model was named with --demo, instead of what scripts/run had made"]
+    facts["notes"] = [*facts.get("notes", ()), "The model was named with --demo: not what scripts/run had made."]
     return job
 
 
@@ -78,30 +78,47 @@ def remarks(page: str, name: str) -> str:
 
 
 def section(figure: Figure, results: dict[str, dict[str, Any]], by_hand: str) -> str:
-    jobs, all_jobs = jobs_of(figure, results), [job for one in sources(figure) for job in one.jobs]
-    parts = [f"## {figure.title} (`{figure.name}`)", "", figure.text + " " + covered(all_jobs), ""]
+    jobs = jobs_of(figure, results)
+    parts = [f"## {figure.title} (`{figure.name}`)", "", " ".join([figure.text, *covered(figure, results)]), ""]
     body = VIEWS[figure.view](jobs)
     parts += [body or f"*{NOT_MEASURED}*", ""]
-    if body and len(jobs) < len(all_jobs):
-        parts += [f"{len(all_jobs) - len(jobs)} of {len(all_jobs)} runs: {NOT_MEASURED}.", ""]
+    if body and (missing := left_out(figure, results)):
+        parts += [f"{NOT_MEASURED.capitalize()}: {', '.join(missing)}.", ""]
     parts += [f"<!-- remarks {figure.name} -->\n{by_hand}<!-- end -->", ""]
     if jobs and not figure.source:
         parts += ["<details><summary>How it was measured</summary>", "", *details(jobs), "", "</details>", ""]
     return "\n".join(parts)
 
 
-def covered(jobs: list[Job]) -> str:
-    """Which models with how many threads: what a table leaves out cannot be seen in it."""
-    kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for job in jobs:
-        what, kind = (job.model.shape, job.model.kind.upper()) if isinstance(job.model, Model) else ("SmolLM2-135M", "")
-        kinds.setdefault((what, job.threads), []).append(kind)
-    parts = []
-    for (what, threads), of in kinds.items():
-        count = " and ".join(map(str, threads)) + f" thread{'s' * (threads[-1] > 1)}" if threads else ""
-        count += " only" * (len(threads) == 1)
-        parts.append(" ".join([what, ", ".join(dict.fromkeys(of))]).strip() + (f" with {count}" if count else ""))
-    return f"Covers {'; '.join(parts)}."
+def covered(figure: Figure, results: dict[str, dict[str, Any]]) -> list[str]:
+    """A sentence: which models, how many threads, how llama.cpp ran. What a table leaves out cannot be seen in it."""
+    if figure.source:  # its sections say it
+        return []
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for job in figure.jobs:
+        if found := results[figure.name]["jobs"].get(job.key):
+            model = job.model
+            what, kind = (model.shape, model.kind.upper()) if isinstance(model, Model) else ("SmolLM2-135M", "")
+            kinds.setdefault((what, conditions(found, kind)), []).append(kind)
+    parts = [" ".join([what, ", ".join(dict.fromkeys(of))]).strip() + how for (what, how), of in kinds.items()]
+    return [f"Covers {'; '.join(parts)}."] if parts else []
+
+
+def conditions(found: dict[str, Any], kind: str) -> str:
+    """Of one result: threads, and whether llama.cpp had only one way to win (F16 has no other)."""
+    result = found.get("result", {})
+    rows = [*result.get("speed", ()), *found.get("lines", ())]
+    threads = sorted({row["threads"] if "threads" in row else row["n_threads"] for row in rows})
+    how = f" with {' and '.join(map(str, threads))} thread{'s' * (threads[-1] > 1)}" if threads else ""
+    how += " only" * (len(threads) == 1)
+    players = {who for this in result.get("rounds", ()) for who in this["bursts"]}
+    return how + " (llama.cpp repacked only)" * (kind != "F16" and STOCK in players and NO_REPACK not in players)
+
+
+def left_out(figure: Figure, results: dict[str, dict[str, Any]]) -> list[str]:
+    """The runs that have no result."""
+    return [f"{one.name} " * bool(figure.source) + (job.label if job.kind == "compare" else job.key)
+            for one in sources(figure) for job in one.jobs if job.key not in results[one.name]["jobs"]]  # fmt: skip
 
 
 def details(jobs: Jobs) -> list[str]:
@@ -180,7 +197,7 @@ def bandwidth_view(jobs: Jobs) -> str:
             rows.append([
                 job["label"], str(u["threads"]), u["who"], f"{u['bytes_per_token'] / 1e9:.3f}",
                 f"{u['bytes_per_token'] * u['speed'] / 1e9:.1f}", f"{u['bandwidth'] / 1e9:.1f}",
-                f"{u['bandwidth_share']:.0%}", f"≥ {wanted:.0%}" if wanted else "",
+                f"{u['bandwidth_share']:.1%}", f"≥ {wanted:.0%}" if wanted else "",
                 reached(u["bandwidth_share"], wanted), optional(u["cpu_speed"], ".2f"),
             ])  # fmt: skip
     header = ["model", "threads", "who", "GB per token", "GB/s", "plain read GB/s", "share", "wanted", "reached",
@@ -194,8 +211,11 @@ def linear_view(jobs: Jobs) -> str:
     rows, lines = [], []
     for threads, points in growth(jobs).items():
         rows += [[str(threads), f"{size:.0f}", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{gb:.2f}"] for size, ms, gb in points]
-        lines += [f"- {threads} threads, {name}: {start:.3g} {unit} + {1000 * slope:.3g} {unit} per 1000 "
-                  f"({jobs[0]['label']}), R² = {r2:.4f}" for name, unit, slope, start, r2 in fits(points)]  # fmt: skip
+        many = 1000 if points[-1][0] > 100 else 1
+        per = f"per {many} ({jobs[0]['label']})" if many > 1 else f"for each of the {jobs[0]['label']}"
+        who = f"{threads} thread{'s' * (threads > 1)}"
+        lines += [f"- {who}, {name}: {start:.3g} {unit} + {many * slope:.3g} {unit} {per}, R² = {r2:.4f}"
+                  for name, unit, slope, start, r2 in fits(points)]  # fmt: skip
     if not rows:
         return ""
     body = [table(["threads", jobs[0]["label"], "ms per token", "tok/s", "peak RSS GB"], rows), "\n".join(lines)]
