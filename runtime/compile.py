@@ -21,12 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what is not in the cache yet. Raises HotcoldError where the kernels cannot run."""
+    """Compile what is not in the cache yet. Raises HotcoldError where the kernels cannot run or not be kept."""
     from hotcold.runtime.kernels import cache, simd
-    from hotcold.runtime.team import compiled_functions
+    from hotcold.runtime.team import check_cpu, compiled_functions
 
-    if simd.MISSING:
-        raise HotcoldError(f"this CPU lacks {', '.join(simd.MISSING)}: an x86 CPU needs AVX2, F16C and FMA")
+    check_cpu()
     began, compiled, console = time.perf_counter(), False, Console(stderr=True, highlight=False)
     columns = (SpinnerColumn("line"), TextColumn("{task.description}"), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -38,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
 
     with bar:
         task = bar.add_task("loading the kernels", total=None)
-        cache.compile_cached(compiled_functions(), note, show)
+        kept = cache.compile_cached(compiled_functions(), note, show)
+    if not kept:
+        raise HotcoldError(f"compiled, but not kept in {cache.cache_folder()}: make that folder writable")
     if compiled:
         note(f"compiled for {simd.ISA} in {time.perf_counter() - began:.0f} s, kept in {cache.cache_folder()}")
     elif not args.quiet:

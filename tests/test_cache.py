@@ -185,6 +185,17 @@ def test_the_command_compiles_and_says_where(package: Path, tmp_path: Path) -> N
     assert said[1] == f"hotcold: compiled already for {isa.CHOSEN.name}, in {folder}\n" and not said[2]
 
 
+def test_the_command_fails_where_nothing_can_be_kept(package: Path, tmp_path: Path) -> None:
+    """That is what it is for."""
+    home = tmp_path / "home"
+    home.write_text("a file where a folder should be")
+    env = os.environ | {"XDG_CACHE_HOME": str(home), "PYTHONPATH": str(package)}
+    done = subprocess.run([sys.executable, "-c", COMMAND, "-q"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert f"not kept in {home}" in last and last.endswith("make that folder writable") and "compiled for" not in last
+
+
 def test_progress_names_the_functions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 

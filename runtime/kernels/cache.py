@@ -81,19 +81,21 @@ def compile_cached(
     functions: list[tuple[Any, tuple]],
     notify: Callable[[str], None],
     progress: Callable[[str], None] | None = None,
-) -> None:
+) -> bool:
     """Compile (or load) njit functions for the given argument types; `notify` is told when that takes time.
 
-    progress: called in another thread with the name of each function whose compilation begins.
+    progress: called in another thread with the name of each function whose compilation begins. Returns False where the
+    code could not be kept; `notify` was told that, too.
     """
     errors: list[BaseException] = []
+    kept: list[bool] = []
 
     def work() -> None:
         try:
             with _compiling, without_blas(), contextlib.ExitStack() as stack:
                 if progress:
                     stack.enter_context(event.install_listener("numba:compile", _Watch(progress)))
-                _compile_pending(functions, notify)
+                kept.append(_compile_pending(functions, notify))
         except BaseException as error:
             errors.append(error)
 
@@ -103,6 +105,7 @@ def compile_cached(
     thread.join()
     if errors:
         raise errors[0]
+    return kept[0]
 
 
 def compiling() -> bool:
@@ -110,13 +113,13 @@ def compiling() -> bool:
     return _compiling.locked()
 
 
-def _compile_pending(functions: list[tuple[Any, tuple]], notify: Callable[[str], None]) -> None:
+def _compile_pending(functions: list[tuple[Any, tuple]], notify: Callable[[str], None]) -> bool:
     pending = [(f, signature) for f, signature in functions if signature not in f.overloads]
     if not pending:
-        return
+        return True
     folder = cache_folder()
     config: Any = numba.config
-    before = config.CACHE_DIR
+    before, kept = config.CACHE_DIR, True
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)  # used now
@@ -126,7 +129,7 @@ def _compile_pending(functions: list[tuple[Any, tuple]], notify: Callable[[str],
             f.enable_caching()
     except (OSError, RuntimeError) as error:  # a folder that cannot be written
         notify(_not_kept(folder, error))
-        compiled = set()
+        compiled, kept = set(), False
     finally:
         config.CACHE_DIR = before
     new = any(f"walk.{f.py_func.__name__}" not in compiled for f, _ in pending)
@@ -135,9 +138,11 @@ def _compile_pending(functions: list[tuple[Any, tuple]], notify: Callable[[str],
     lost = [_compile(f, signature, folder, notify) for f, signature in pending]
     for failure in [failure for failure in lost if failure][:1]:
         notify(_not_kept(folder, failure))
+        kept = False
     if new:
         notify("kernels compiled")
         prune(folder, time.time())
+    return kept
 
 
 def _compile(f: Any, signature: tuple, folder: Path, notify: Callable[[str], None]) -> OSError | None:

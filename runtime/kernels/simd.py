@@ -361,19 +361,9 @@ def ineg(b, x):
     return b.sub(const(i32x8.ll, [0] * 8), x)
 
 
-@emit(i32x8, i32x8)
-def shl4(b, x):
-    return b.shl(x, const(i32x8.ll, [4] * 8))
-
-
 @emit(types.int32, i32x8)
 def isum(b, v):
     return call(b, "llvm.vector.reduce.add.v8i32", I32, v)
-
-
-@emit(i32x8, i32x8, i8x32, i8x32)
-def dpbusd(b, acc, unsigned, signed):
-    return dpbusd_value(b, acc, unsigned, signed)
 
 
 @emit(i32x8, i32x8, i8x32, i8x32)
@@ -389,11 +379,6 @@ def dot_q8(b, sums, weights, q):
 @emit(i8x32)
 def eights(b):
     return const(i8x32.ll, [8] * 32)
-
-
-@emit(i8x32, i8x32)
-def offset128(b, v):  # s8 -> u8, larger by 128
-    return b.xor(v, const(i8x32.ll, [128] * 32))
 
 
 @emit(i8x32, addr)

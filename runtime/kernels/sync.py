@@ -57,8 +57,11 @@ def pause(b: ir.IRBuilder):
 @emit(types.void, addr, types.int64)
 def sleep_on(b: ir.IRBuilder, word, value):
     """Sleep until wake(word), at most _NAP; not at all if the low half of the word is no longer that of `value`."""
-    if _FUTEX is None:
-        call(b, "usleep", I32, I32(1))  # as short as the system can
+    if _FUTEX is None:  # as short as the system can
+        if "windows" in isa.target()[0]:
+            call(b, "SwitchToThread", I32)
+        else:
+            call(b, "usleep", I32, I32(1))
         return
     timespec = ir.LiteralStructType([I64, I64])
     cell = cgutils.alloca_once(b, timespec)
