@@ -21,7 +21,7 @@ import numba
 import numpy as np
 
 from hotcold.runtime.errors import HotcoldError
-from hotcold.runtime.kernels import sync, walk
+from hotcold.runtime.kernels import simd, sync, walk
 from hotcold.runtime.kernels.cache import compile_cached
 from hotcold.runtime.program import aligned
 from hotcold.runtime.threads import usable_cpus
@@ -30,6 +30,12 @@ WAKE_UP = 0.1  # seconds: a signal that arrives just before a thread sleeps is s
 _SPINS, _BROKEN = (walk.RELEASED + offset // 8 for offset in (sync.SPINS, sync.BROKEN))
 # Queues, because threading's semaphores stay locked when Ctrl-C arrives inside their Python code.
 Wakeups = queue.SimpleQueue
+
+
+def check_cpu() -> None:
+    """Raises HotcoldError where the kernels cannot run."""
+    if simd.MISSING:
+        raise HotcoldError(f"this CPU lacks {', '.join(simd.MISSING)}: an x86 CPU needs AVX2, F16C and FMA")
 
 
 def compiled_functions() -> list[tuple[Any, tuple]]:
@@ -51,12 +57,15 @@ class Team:
         self._turn = threading.Lock()
         self._closing = False
         self._errors: list[str] = []  # of workers
+        # Before Python 3.13 is_alive() says of a live thread that it has ended, once Ctrl-C has cut such a call short.
+        self._ended = [False] * n_threads
         self._failure = ""  # why the team cannot work any more
         self._pid = os.getpid()
         # The threads hold no reference to the team: one that is dropped without close() sends them away.
         self._threads = [
             threading.Thread(
-                target=_work, args=(programs, memory, t, n_threads, self._wake[t], self._done, self._errors),
+                target=_work,
+                args=(programs, memory, t, n_threads, self._wake[t], self._done, self._errors, self._ended),
                 name=f"hotcold-{t}", daemon=True,
             )  # fmt: skip
             for t in range(n_threads)
@@ -102,7 +111,7 @@ class Team:
     def _over(self) -> bool:
         if self.control[walk.FINISHED] == self.control[walk.GO]:
             return True
-        gone = [t for t, thread in enumerate(self._threads) if not thread.is_alive()]
+        gone = [t for t, ended in enumerate(self._ended) if ended]
         if self._errors or gone:
             self._failure = self._failure or (self._errors or [f"worker {gone[0]} ended in the middle of its work"])[0]
             self._let_go()
@@ -113,6 +122,9 @@ class Team:
         self.control[_BROKEN] = 1
         for wake in self._wake:
             wake.put(None)
+        while not all(self._ended):
+            with contextlib.suppress(queue.Empty):
+                self._done.get(timeout=WAKE_UP)
         for thread in self._threads:
             thread.join()
 
@@ -155,8 +167,9 @@ def _work(
     wake: Wakeups[None],
     done: Wakeups[None],
     errors: list[str],
+    ended: list[bool],
 ) -> None:
-    """A worker thread. memory: the control block; errors: where it says what it failed of."""
+    """A worker thread. memory: the control block; errors: where it says what it failed of; ended: that it is gone."""
     control = memory.view(np.int64)
     try:
         while not control[_BROKEN]:
@@ -169,6 +182,8 @@ def _work(
                 return
     except BaseException as error:
         errors.append(f"worker {t} of {n_threads} failed: {type(error).__name__}: {error}")
+    finally:
+        ended[t] = True
         done.put(None)
 
 

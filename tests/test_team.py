@@ -20,7 +20,7 @@ import pytest
 from tiny import token_ids
 
 from hotcold.runtime import HotcoldError
-from hotcold.runtime.engine import Engine, block_sizes
+from hotcold.runtime.engine import MAX_THREADS, Engine, block_sizes
 from hotcold.runtime.kernels import walk
 from hotcold.runtime.kernels.formats import PACK_TOKENS
 
@@ -127,9 +127,19 @@ def test_a_worker_that_fails_ends_the_call_with_an_error(
         assert np.isfinite(engine.forward([1])).all()
 
 
+def test_a_worker_that_only_looks_ended_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ctrl-C inside is_alive() leaves behind before Python 3.13: a live thread that is told to have ended."""
+    with Engine.open(path, threads=2) as engine:
+        want = engine.forward([1, 2, 3])
+        engine.truncate(0)
+        monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: False)
+        assert np.array_equal(engine.forward([1, 2, 3]), want)
+        monkeypatch.undo()
+
+
 def test_more_threads_than_cores_and_none_of_them_free(path: Path) -> None:
     """It must end, and with the bits it has otherwise. How long it takes is measured elsewhere."""
-    n_threads = 4 * (os.cpu_count() or 1)
+    n_threads = min(4 * (os.cpu_count() or 1), MAX_THREADS)
     ids = token_ids(40)
     with Engine.open(path, threads=n_threads) as engine:
         alone = [engine.forward(ids), *(engine.forward([token]) for token in ids[:20])]
@@ -198,7 +208,7 @@ def test_no_block_is_too_short_for_the_kernels_of_many_tokens(step: int) -> None
     for n in range(1, 530):
         sizes = block_sizes(n, step)
         assert sum(sizes) == n and all(0 < size <= step for size in sizes)
-        if step >= 2 * PACK_TOKENS and len(sizes) > 1:
+        if step >= 2 * PACK_TOKENS - 1 and len(sizes) > 1:
             assert min(sizes) >= PACK_TOKENS
 
 
