@@ -15,13 +15,13 @@ import psutil
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf
-from hotcold.runtime.kernels import simd, walk
+from hotcold.runtime.kernels import walk
 from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.plan import Plan, make_plan
 from hotcold.runtime.program import FEW_TOKENS, KV_TYPES, Buffers, lower
 from hotcold.runtime.rope import rope_table
 from hotcold.runtime.stats import LayerStats, OpTime, layer_stats
-from hotcold.runtime.team import Team
+from hotcold.runtime.team import Team, check_cpu
 from hotcold.runtime.threads import default_threads
 from hotcold.runtime.weights import Weights, load_weights
 
@@ -94,8 +94,7 @@ class Engine:
         n_threads = default_threads() if threads is None else int(threads)
         if not 1 <= n_threads <= MAX_THREADS:
             raise HotcoldError(f"--threads {n_threads}: allowed are 1 to {MAX_THREADS}")
-        if simd.MISSING:
-            raise HotcoldError(f"this CPU lacks {', '.join(simd.MISSING)}: an x86 CPU needs AVX2, F16C and FMA")
+        check_cpu()
         file = open_gguf(path, mapped=mmap, notify=notify)
         try:
             if mlock:
@@ -283,7 +282,8 @@ def block_sizes(n_tok: int, step: int) -> list[int]:
     """How a text is cut into blocks of at most `step` tokens.
 
     None but the only one is shorter than PACK_TOKENS, from where on the kernels of many tokens are used: so every
-    token of a text gets the same bits wherever the cuts fall.
+    token of a text gets the same bits wherever the cuts fall. With a step below 2 * PACK_TOKENS - 1 there may be too
+    little to give to the last one: it may then be shorter all the same.
     """
     sizes = [step] * (n_tok // step) + ([n_tok % step] if n_tok % step else [])
     if len(sizes) > 1 and sizes[-1] < PACK_TOKENS:
