@@ -19,7 +19,6 @@ from hotcold.runtime.kernels import formats
 from hotcold.runtime.weights import load_weights
 
 ALIGNMENT = 256  # every array on the GPU starts at a multiple
-KV_FORMATS = {"f16": formats.F16, "f32": formats.F32, "q8_0": formats.Q8_0}
 _ARRAYS = 40  # on the GPU, at most: per layer, and outside the layers
 # Key rows as layers with a ReLU after their norms have them: by input column.
 _KEYS_BY_COLUMN = (schema.FFN_GATE_T, schema.FFN_UP_T)
@@ -82,6 +81,8 @@ class ModelBytes:
 
 def model_bytes(file: GGUFFile, config: ModelConfig, n_ctx: int, kv_type: str = "f16") -> ModelBytes:
     """Raises HotcoldError for a file that is not neuron-split, or whose tensors are not those of its model."""
+    from hotcold.runtime.program import KV_TYPES  # imports the compiler: not for `place --help`
+
     if config.layout != "neuron-split":
         raise HotcoldError(f"{safe_text(str(file.path))}: the layout is {config.layout!r}, placement needs "
                            "neuron-split: run hotcold convert on this file first")  # fmt: skip
@@ -94,7 +95,7 @@ def model_bytes(file: GGUFFile, config: ModelConfig, n_ctx: int, kv_type: str = 
             parts[int(number)][part] = info.n_bytes
         else:
             outside[name] = info.n_bytes
-    kv = 2 * config.n_head_kv * n_ctx * formats.row_bytes(KV_FORMATS[kv_type], config.head_dim)
+    kv = 2 * config.n_head_kv * n_ctx * formats.row_bytes(KV_TYPES[kv_type], config.head_dim)
     layers = tuple(_layer(config, number, part, kv) for number, part in enumerate(parts))
     embedding = outside.pop("token_embd.weight")
     tied = "output.weight" not in outside

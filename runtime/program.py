@@ -82,6 +82,11 @@ def _scores_bytes(c: ModelConfig) -> int:
     return max(FEW_BYTES, block_bytes(c.head_dim))
 
 
+def _marks_bytes(c: ModelConfig) -> int:
+    """One bit per neuron of the largest layer."""
+    return 4 * (_padded(max(c.n_ff)) // 16)
+
+
 def _rank(c: ModelConfig) -> int:
     """Hidden values of the largest predictor."""
     return max((p.rank for p in c.predictors), default=0)
@@ -110,10 +115,10 @@ class Buffers:
         self.cache_row = self._cache_row(c, kv_type)
         cache_bytes = c.n_head_kv * n_ctx * self.cache_row
         self.cache = [(self._new(cache_bytes, lazy), self._new(cache_bytes, lazy)) for _ in range(c.n_layer)]
-        self.marks = self._new(4 * (_padded(max(c.n_ff)) // 16))  # a bit per neuron that some token of a block needs
+        self.marks = self._new(_marks_bytes(c))  # a bit per neuron that some token of a block needs
         self.parts = self._new(parts_bytes(FEW_TOKENS, c.n_head, c.head_dim, n_ctx))
         self.merged = self._new(LINE * c.n_head_kv)  # counters, 0 between runs
-        self._make_arena(c, n_threads, widths["hq"])
+        self._make_arena(c, n_threads)
 
     @staticmethod
     def _widths(c: ModelConfig) -> dict[str, int]:
@@ -135,12 +140,13 @@ class Buffers:
 
     @classmethod
     def estimate(cls, config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str) -> int:
-        """Bytes of KV cache, activations, scores and rotary tables, before anything is allocated."""
+        """Bytes of all that is allocated and of the rotary tables, before anything is."""
         cache = 2 * config.n_layer * config.n_head_kv * n_ctx * cls._cache_row(config, kv_type)
         activations = 6 * n_batch * sum(cls._widths(config).values())  # f32 and act blocks
         tables = 12 * n_ctx * config.head_dim  # in f32, and in f64 while they are made
         parts = parts_bytes(FEW_TOKENS, config.n_head, config.head_dim, n_ctx)
-        return cache + activations + n_threads * _scores_bytes(config) + parts + tables
+        arenas = n_threads * cls._arena(config)[1]
+        return cache + activations + arenas + _marks_bytes(config) + LINE * config.n_head_kv + parts + tables
 
     def _new(self, n_bytes: int, allocate: Callable[[int], np.ndarray] = aligned) -> int:
         memory = allocate(n_bytes)
@@ -153,10 +159,10 @@ class Buffers:
         self.values[name] = self._memory[-2].view(np.float32).reshape(n_tok, -1)[:, :size]
         return area
 
-    def _make_arena(self, c: ModelConfig, n_threads: int, widest: int) -> None:
-        """Per thread: scratch at offset 0, then the private buffers of the token program."""
-        few = FEW_TOKENS
-        self.ld_list = 4 * (_padded(max(*c.n_ff, c.n_embd)) + LIST_PADDING)
+    @classmethod
+    def _arena(cls, c: ModelConfig) -> tuple[dict[str, int], int]:
+        """-> offsets of a thread's private buffers, bytes of all. First scratch, then those of the token program."""
+        few, widest, ld_list = FEW_TOKENS, cls._widths(c)["hq"], cls._list_bytes(c)
         layout = {
             "scratch": panel_bytes(max(c.n_embd, widest)),
             "scores": _scores_bytes(c),
@@ -166,8 +172,8 @@ class Buffers:
             "hidden": few * 4 * _padded(_rank(c)),
             "hidden_b": few * 2 * _padded(_rank(c)),
             "signs": _padded(c.n_embd),
-            "ids": few * self.ld_list,
-            "values": few * self.ld_list,
+            "ids": few * ld_list,
+            "values": few * ld_list,
             "lengths": few * 16,
             "acc": few * 4 * _padded(c.n_embd),
         }
@@ -175,11 +181,20 @@ class Buffers:
         for name, size in layout.items():
             offsets[name] = total
             total += (size + 127) // 64 * 64  # a free line between buffers
-        widths = {"h": c.n_embd, "hq": widest, "hidden": _rank(c), "acc": c.n_embd}
-        self.arena_size = (total + _PAGE) // _PAGE * _PAGE
+        return offsets, (total + _PAGE) // _PAGE * _PAGE
+
+    @staticmethod
+    def _list_bytes(c: ModelConfig) -> int:
+        """Of a list of one token's neurons, or of its inputs."""
+        return 4 * (_padded(max(*c.n_ff, c.n_embd)) + LIST_PADDING)
+
+    def _make_arena(self, c: ModelConfig, n_threads: int) -> None:
+        offsets, self.arena_size = self._arena(c)
+        self.ld_list = self._list_bytes(c)
         self.arena = self._new(self.arena_size * n_threads)
         self.private = {name: self.arena + offset for name, offset in offsets.items()}
         at = self.private
+        widths = {"h": c.n_embd, "hq": self._widths(c)["hq"], "hidden": _rank(c), "acc": c.n_embd}
         self._token_areas = {
             name: Area(at.get(name, 0), 4 * _padded(width), at.get(name + "_b", 0), 2 * _padded(width))
             for name, width in widths.items()
