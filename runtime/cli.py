@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     began = time.perf_counter()
-    collecting = gc.isenabled()
+    collecting, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()  # modules and vocabularies are many objects that stay; each command enables it again when it has them
     argv = sys.argv[1:] if argv is None else argv
     fill_streams()
@@ -77,8 +77,9 @@ def _main(argv: Sequence[str] | None) -> int:
         discard(sys.stdout)
         return BROKEN_PIPE
     finally:
-        if collecting:
-            gc.enable()
+        if not frozen:
+            gc.unfreeze()
+        (gc.enable if collecting else gc.disable)()
 
 
 @contextlib.contextmanager

@@ -58,9 +58,18 @@ with without_blas():
 @pytest.mark.parametrize("arguments", [["run", "MODEL", "-p", "hello", "-n", "1", "-t", "1"], ["inspect", "MODEL"],
                                        ["run", "nothing.gguf", "-p", "x"]])  # fmt: skip
 def test_garbage_is_collected_again(model: Path, arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """As it was before, and nothing that a command made stays out of reach."""
+    call = [str(model) if a == "MODEL" else a for a in arguments]
     assert gc.isenabled()
-    cli.main([str(model) if a == "MODEL" else a for a in arguments])
-    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    cli.main(call)
+    assert gc.isenabled() and gc.get_freeze_count() == frozen
+    gc.disable()
+    try:
+        cli.main(call)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_ctrl_c_while_modules_load_is_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
