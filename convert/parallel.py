@@ -31,6 +31,10 @@ def by_rows(make: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, columns:
         result[start:start + step] = make(rows[start:start + step])
 
     with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(part, starts):  # an error in a thread is raised here
-            pass
+        try:
+            for _ in pool.map(part, starts):  # an error in a thread is raised here
+                pass
+        except BaseException:  # Ctrl-C above all: not one of the parts that wait is begun
+            pool.shutdown(cancel_futures=True)
+            raise
     return result

@@ -6,6 +6,8 @@ means there: how far ours are from those of the same weights in F32 is compared 
 
 from __future__ import annotations
 
+import _thread
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,23 @@ def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(parallel, "default_threads", lambda: 2)
     with pytest.raises(HotcoldError, match="no"):
         parallel.by_rows(fail, np.zeros((64, 8), np.float32), 8, np.float32)
+
+
+def test_ctrl_c_leaves_the_parts_that_wait_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    def make(rows: np.ndarray) -> np.ndarray:
+        begun.append(len(begun))
+        if len(begun) == 1:
+            _thread.interrupt_main()
+        time.sleep(0.02)
+        return rows
+
+    monkeypatch.setattr(parallel, "PART", 8)
+    monkeypatch.setattr(parallel, "default_threads", lambda: 2)
+    with pytest.raises(KeyboardInterrupt):
+        parallel.by_rows(make, np.zeros((64, 8), np.float32), 8, np.float32)
+    assert len(begun) < 60
 
 
 @pytest.mark.parametrize("qtype", [q for q in BLOCK_MAX if q not in (Q.Q8_0, Q.Q4_0)])
