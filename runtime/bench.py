@@ -10,6 +10,7 @@ through in one call, generated tokens one call each. Depth is filled before, unt
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from numba import njit
 
 from hotcold.runtime import bench_report
 from hotcold.runtime.arguments import add_memory_options, count, counts, wholes
@@ -35,7 +37,6 @@ from hotcold.runtime.plan import SPARSITY_MODES
 from hotcold.runtime.program import KV_TYPES
 from hotcold.runtime.threads import default_threads
 
-INTERRUPTED = 130
 _SEED = 0
 
 
@@ -207,16 +208,30 @@ def measure_setting(setting: Setting, tests: Sequence[Case], args: argparse.Name
             read = None
             if stats is not None and not test.n_prompt:
                 read = token_bytes(engine, stats, contexts(test))
+            model_type, model_size, model_n_params = describe_model(engine)
             yield Result(
-                setting, test, engine.sparsity, *describe_model(engine), engine.n_batch,
-                [wall for wall, _ in samples], [cpu for _, cpu in samples],
-                None if stats is None else float(stats.checked.mean()),
-                None if stats is None else float(stats.computed.mean()),
-                None if stats is None else stats.bytes_share,
-                read, bandwidth, load_s, peak_rss(), args.mmap, engine.file.locked, load_average(),
-                time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                bench.ops(test) if args.ops else [],
-            )  # fmt: skip
+                setting=setting,
+                test=test,
+                engine_sparsity=engine.sparsity,
+                model_type=model_type,
+                model_size=model_size,
+                model_n_params=model_n_params,
+                n_batch=engine.n_batch,
+                samples_ns=[wall for wall, _ in samples],
+                samples_cpu_ns=[cpu for _, cpu in samples],
+                share_checked=None if stats is None else float(stats.checked.mean()),
+                share_computed=None if stats is None else float(stats.computed.mean()),
+                bytes_share=None if stats is None else stats.bytes_share,
+                bytes_per_token=read,
+                bandwidth=bandwidth,
+                load_s=load_s,
+                peak_rss=peak_rss(),
+                mmap=args.mmap,
+                mlock=engine.file.locked,
+                load_average=load_average(),
+                test_time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                ops=bench.ops(test) if args.ops else [],
+            )
 
 
 def _check_context(setting: Setting, tests: Sequence[Case]) -> None:
@@ -247,15 +262,19 @@ class Bench:
         return [self._once(test) for _ in range(repetitions)]
 
     def ops(self, test: Case) -> list[OpCost]:
-        """One more run with the clock of the operators on."""
+        """One more run with the clock of the operators on; nothing where the CPU has no such clock."""
+        clock = cycle_counter()
         self._fill(test.n_depth)
         self.engine.reset_stats()
         self.engine.time_ops(True)
         try:
-            ticks = read_clock()
+            began, ticks = time.perf_counter_ns(), clock()
             wall, _ = self._once(test)
-            ticks = read_clock() - ticks
-            clocks = [(t.op, t.many, t.calls, t.cycles * (wall / ticks)) for t in self.engine.op_times()]
+            passed, ticks = time.perf_counter_ns() - began, clock() - ticks
+            if ticks <= 0:
+                note("--ops: nothing to show, programs cannot read the clock of this CPU")
+                return []
+            clocks = [(t.op, t.many, t.calls, t.cycles * (passed / ticks)) for t in self.engine.op_times()]
         finally:
             self.engine.time_ops(False)
         return op_costs(self.engine, clocks, wall, contexts(test))
@@ -283,11 +302,12 @@ class Bench:
         return time.perf_counter_ns() - wall, time.process_time_ns() - cpu
 
 
-def read_clock() -> int:
-    """The counter that operators are timed by."""
-    from numba import njit
-
-    return int(njit(lambda: read_cycles())())
+@functools.cache
+def cycle_counter() -> Callable[[], int]:
+    """Reads the counter that operators are timed by. Compiled when asked for, so no reading of it takes that time."""
+    read: Callable[[], int] = njit(lambda: read_cycles())
+    read()
+    return read
 
 
 def contexts(test: Case) -> np.ndarray:
@@ -319,15 +339,19 @@ def forget_peak_rss() -> None:
         pass
 
 
-def peak_rss() -> int:
-    """Bytes of RAM that this process had at most; pages of a mapped file count when they are in RAM."""
+def peak_rss(process: psutil.Process | None = None) -> int:
+    """Bytes of RAM that a process, or this one, had at most; pages of a mapped file count when they are in RAM.
+
+    Raises psutil.Error for one that has ended.
+    """
+    process = process or psutil.Process()
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) << 10
     except (OSError, ValueError, IndexError):
         pass
-    return psutil.Process().memory_info().rss
+    return int(process.memory_info().rss)
 
 
 def load_average() -> float:

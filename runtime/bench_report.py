@@ -19,6 +19,7 @@ import numpy as np
 from hotcold.runtime.bandwidth import cpu_name
 from hotcold.runtime.console import emit
 from hotcold.runtime.gguf_file import safe_text
+from hotcold.runtime.kernels import simd
 
 if TYPE_CHECKING:
     from hotcold.runtime.bench import Result
@@ -44,6 +45,7 @@ def record(result: Result) -> dict[str, Any]:
         "read_bandwidth": r.bandwidth, "bandwidth_share": r.bandwidth_share,
         "cpu_s": [n / 1e9 for n in r.samples_cpu_ns], "tokens_per_cpu_s": r.tokens_per_cpu_s, "load_s": r.load_s,
         "peak_rss": r.peak_rss, "mmap": r.mmap, "mlock": r.mlock, "load_average": r.load_average,
+        "kernels": simd.ISA,
     }  # fmt: skip
 
 
@@ -123,7 +125,7 @@ class Markdown(Writer):
 
     def text(self, result: Result) -> str:
         if self._ops:
-            self._tables.append(ops_table(result))
+            self._tables.append(ops_table(result) if result.ops else "")
         cells = [(cell(result), width, right) for _, width, right, cell in COLUMNS]
         line = "| " + " | ".join(_cell(*c) for c in cells) + " |\n"
         if self._n:
@@ -133,7 +135,7 @@ class Markdown(Writer):
         return heads + rules + line
 
     def end(self) -> None:
-        build = f"\nbuild: hotcold {version('hotcold')}, {cpu_name()}\n" if self._n else ""
+        build = f"\nbuild: hotcold {version('hotcold')}, {cpu_name()}, {simd.ISA} kernels\n" if self._n else ""
         emit(self._stream, "".join(self._tables) + build)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from numba.core import event
 from small_models import Spec, write_model
 
 from hotcold.runtime import bench, cli
 from hotcold.runtime.bench import Bench, Case, list_tests
 from hotcold.runtime.engine import Engine
+from hotcold.runtime.kernels import simd
 from hotcold.runtime.op_costs import WAITING, cache_bytes, op_costs, op_name, token_bytes
 
 FEW = ["-p", "9", "-n", "3", "-r", "2", "-t", "1", "--no-bandwidth"]
@@ -30,6 +32,7 @@ LLAMA_BENCH = {
 OURS = {
     "sparsity", "share_checked", "share_computed", "bytes_share", "bytes_per_token", "bytes_per_s", "read_bandwidth",
     "bandwidth_share", "cpu_s", "tokens_per_cpu_s", "load_s", "peak_rss", "mmap", "mlock", "load_average",
+    "kernels",
 }  # fmt: skip
 
 
@@ -76,7 +79,8 @@ def test_json_and_json_lines_hold_the_same_fields_and_they_fit_together(run: Run
         np.testing.assert_allclose(record["avg_ts"], rates.mean())
         np.testing.assert_allclose(record["stddev_ts"], rates.std(ddof=1))
         np.testing.assert_allclose(record["avg_ns"], ns.mean(), atol=1)
-        assert record["peak_rss"] > 1 << 20 and record["load_s"] > 0 and record["n_threads"] == 1
+        assert record["kernels"] == simd.ISA and record["peak_rss"] > 1 << 20
+        assert record["load_s"] > 0 and record["n_threads"] == 1
         assert record["model_size"] > 0 and record["model_type"].startswith("llama ")
     prompt, gen = records
     assert (prompt["n_prompt"], prompt["n_gen"], gen["n_prompt"], gen["n_gen"]) == (9, 0, 0, 3)
@@ -105,7 +109,7 @@ def test_the_table_begins_with_the_columns_of_llama_bench(run: Run, small: Path)
     tests = [c[head.index("test")] for c in cells[2:]]
     assert tests == ["pp9", "tg3", "pp4+tg2", "pp9 @ d20", "tg3 @ d20", "pp4+tg2 @ d20"]
     assert all("±" in c[head.index("t/s")] for c in cells[2:])
-    assert lines[-1].startswith("build: hotcold ")
+    assert lines[-1].startswith("build: hotcold ") and lines[-1].endswith(f", {simd.ISA} kernels")
 
 
 def test_models_threads_and_modes_are_combined(run: Run, small: Path) -> None:
@@ -245,6 +249,51 @@ def test_ops_adds_a_table_and_a_list(run: Run, small: Path, threads: str) -> Non
         assert {"name", "calls", "ns", "slowest_ns", "share", "bytes_per_s"} == record["ops"][0].keys()
     assert any(op["name"] == "ffn" and op["calls"] == 6 for op in record["ops"])  # 3 tokens, 2 layers
     assert run(small, *options, "-o", "csv")[0] == 2
+
+
+class _Compilations(event.Listener):
+    """Names of what Numba compiles."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_start(self, event: Any) -> None:
+        self.names.append(event.data["dispatcher"].py_func.__name__)
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def test_work_and_waiting_of_one_thread_add_up_and_nothing_is_compiled_meanwhile(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.cycle_counter.cache_clear()
+    test, heard = Case(200, 0, 0), _Compilations()
+    with Engine.open(small, threads=1, n_ctx=256) as engine:
+        b = Bench(engine)
+        once = b._once
+
+        def watched(case: Case) -> tuple[int, int]:
+            assert heard.names  # the clock was compiled before
+            heard.names.clear()
+            return once(case)
+
+        monkeypatch.setattr(b, "_once", watched)
+        with event.install_listener("numba:compile", heard):
+            lines = b.ops(test)
+        assert heard.names == []
+    work = sum(line.share for line in lines[:-1])
+    assert lines[-1].name == WAITING and work + lines[-1].share == pytest.approx(1)
+    assert 0.1 < work <= 1.001  # a compilation would take a hundred times as long as the work
+    assert all(line.ns == line.slowest_ns for line in lines)
+
+
+def test_a_clock_that_stands_still_gives_no_times(run: Run, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "cycle_counter", lambda: lambda: 0)
+    code, out, err = run(small, *FEW, "--ops")
+    assert code == 0 and "| operator " not in out and "build: " in out and "cannot read the clock" in err
+    code, out, _ = run(small, *FEW, "--ops", "-o", "jsonl")
+    assert code == 0 and all(json.loads(line)["ops"] == [] for line in out.splitlines())
 
 
 # ------------------------------------------------------------------ errors

@@ -13,11 +13,11 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
 from hotcold.placement.machine import describe_machine
+from hotcold.runtime.bench import peak_rss
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,6 @@ class Burst:
 TRACK_S = 0.05  # between two looks at a burst's CPU time
 
 
-def peak_rss(process: psutil.Process) -> int:
-    """Bytes. What wait4 tells includes the memory that the process had as a copy of ours, before it was another."""
-    try:
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10
-    except (OSError, ValueError, IndexError):
-        pass
-    return int(process.memory_info().rss)
-
-
 class Tracker(threading.Thread):
     """Writes down a process's CPU time and memory while it runs, for programs that do not tell them."""
 
@@ -72,6 +61,7 @@ class Tracker(threading.Thread):
         while True:
             try:
                 times = self.process.cpu_times()
+                # What wait4 tells includes the memory that the process had as a copy of ours, before it was another.
                 self.peak_rss = max(self.peak_rss, peak_rss(self.process))
             except psutil.Error:  # it has ended
                 return
