@@ -29,7 +29,7 @@ from hotcold.runtime.program import lower
 from hotcold.runtime.threads import default_threads
 
 TYPES = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0)
-THREADS = (1, 2, 3, 7)
+THREADS = (1, 2, 3, 8)
 TOKENS = [(7 * i + i * i) % 101 for i in range(100)]
 # One layer with every neuron off, one with every neuron on, one with both, at sizes that fill no chunk.
 PATTERNS: dict[str, Any] = {"patterns": ("off", "on", "mixed", "free", "mixed"), "n_ff": (1000, 1003, 333, 33, 1)}

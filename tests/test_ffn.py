@@ -19,7 +19,7 @@ from hotcold.runtime.engine import Engine
 from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.kernels import formats
 
-THREADS = (1, 2, 3, 7)
+THREADS = (1, 2, 3, 8)
 SPARSE = [("relu", True), ("relu", False), ("fatrelu", True), ("fatrelu", False), ("drelu", True), ("relu2", True),
           ("relu2", False)]  # fmt: skip
 ALL_OFF, ALL_ON = -1e4, 30.0
