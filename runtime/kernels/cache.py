@@ -123,10 +123,12 @@ def _compile_pending(functions: list[tuple[Any, tuple]], notify: Callable[[str],
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)  # used now
-        compiled = {path.name.split("-")[0] for path in folder.rglob("*.nbi")}
         config.CACHE_DIR = str(folder)  # read when a function's cache is enabled
         for f, _ in pending:
             f.enable_caching()
+        # Numba keeps a folder for each place that the sources lie in.
+        own = {Path(f._cache.cache_path) for f, _ in pending}
+        compiled = {path.name.split("-")[0] for one in own for path in one.glob("*.nbi")}
     except (OSError, RuntimeError) as error:  # a folder that cannot be written
         notify(_not_kept(folder, error))
         compiled, kept = set(), False
