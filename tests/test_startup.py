@@ -90,3 +90,11 @@ def test_ctrl_c_outside_what_the_command_catches_is_130(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cli, "main", interrupted)
     assert entry.main() == 130
+
+
+def test_a_process_that_ends_does_not_look_at_all_objects_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "main", lambda: 3)
+    try:
+        assert entry.main() == 3 and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
