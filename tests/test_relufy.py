@@ -343,7 +343,7 @@ def test_texts_that_are_too_short(tiny_model: Get, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option, value", [("--sparsity", "0"), ("--sparsity", "1"), ("--sparsity", "nan"),
                                            ("--sparsity", "-0.5"), ("--rank", "-1"), ("--rank", "1e3"),
-                                           ("--tokens", "0"), ("--outtype", "q4_k")])
+                                           ("--tokens", "0"), ("--outtype", "q2_k")])
 def test_wrong_usage(option: str, value: str, tiny_model: Get, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as e:
         relufy_run(tiny_model("llama"), "-o", tmp_path / "x", f"{option}={value}")

@@ -79,6 +79,7 @@ def test_prebuilt_libraries_are_for_one_system_and_unknown_options_are_told(tmp_
 
 def test_a_busy_machine_is_measured_and_left_alone(tmp_path, monkeypatch, capsys):
     model = tmp_path / "m.gguf"
+    before = psutil.Process().children()  # of other tests
     assert script("make_synthetic.py", "--shape", "llama-tiny", "--type", "q8_0", "-o", model).returncode == 0
     monkeypatch.setattr(measure_oversubscribed, "usable_cpus", lambda: 1.0)
     monkeypatch.setattr(sys, "argv", ["measure_oversubscribed.py", str(model), "--tokens", "4", "--rounds", "1"])
@@ -88,7 +89,7 @@ def test_a_busy_machine_is_measured_and_left_alone(tmp_path, monkeypatch, capsys
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("| ")]
     assert [row[:2] for row in rows[1:]] == [["1", "0"], ["2", "0"], ["1", "1"], ["2", "1"]]
     assert [row[4] for row in rows[1:]] == ["", "", "≤ 6", "≤ 6"]
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_oversubscribing_with_a_broken_model_is_one_line(tmp_path):
@@ -104,8 +105,8 @@ FAKE = """#!{python}
 import pathlib, sys, time
 arguments = " ".join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
 if "{step}" in arguments:
-    pathlib.Path("started").touch()
     try:
+        pathlib.Path("started").touch()
         time.sleep(60)
     except KeyboardInterrupt:
         sys.exit(130 if "hotcold relufy" in arguments else "a Traceback of ours")
