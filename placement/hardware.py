@@ -8,20 +8,18 @@ preset's: {"preset": "rtx-4090", "ram": 68719476736, "cpu_bandwidth": 6.1e10} is
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hotcold.placement.choices import Rates
+from hotcold.runtime.atomic import replacing
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import safe_text
 
@@ -223,18 +221,9 @@ def load_hardware(text: str) -> Hardware:
 
 
 def save_hardware(path: Path, hardware: Hardware) -> None:
-    """Write the JSON under a temporary name first, so that a file is whole or not there. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(prefix=".hardware-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(to_json(hardware) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    """Write the JSON, whole or not at all. Raises HotcoldError."""
+    with replacing(path, force=True) as file:
+        file.write(to_json(hardware).encode() + b"\n")
 
 
 # ---- the cache of what was measured
@@ -264,6 +253,6 @@ def save_cached(path: Path, hardware: Hardware) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_hardware(path, hardware)
-    except OSError:
+    except (OSError, HotcoldError):
         return False
     return True

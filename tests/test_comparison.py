@@ -211,7 +211,7 @@ def test_plot_and_report_of_one_result(tmp_path):
     text = report(result)
     assert "| 2 | tg4 | exact | 25.00 (24.00-26.00) | 12.50 (12.00-13.00), no repack | 2.00 (2.00-2.00) |" in text
     assert "| 2 | tg4 | dense | 19.00 | 2.00 | 1.000 | 19.0 | 95% | 10.0% |" in text
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extras report and dev have it)")
     for name, magic in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
         plot([result], tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(magic)

@@ -104,7 +104,7 @@ class _Refusing:
 
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_limit_on_locked_memory_is_a_warning(small: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    resource = pytest.importorskip("resource")
+    resource = pytest.importorskip("resource", reason="this system has no limits on locked memory")
     libc = _Refusing(after)
     monkeypatch.setattr(resident, "_libc", lambda: libc)
     monkeypatch.setattr(resident, "_SLAB", 4096)
