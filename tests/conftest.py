@@ -8,6 +8,7 @@ tiny_model("qwen2", stock=True)          the same written back with --to-stock
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -76,3 +77,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callab
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """(arguments of hotcold, stdin) -> exit status, stdout, stderr. In this process."""
+    from hotcold.runtime import cli
+
+
+    def call(*arguments: str | Path, stdin: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capfd.readouterr()
+        try:
+            code = cli.main([str(a) for a in arguments])
+        except SystemExit as leave:
+            code = int(leave.code or 0)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call

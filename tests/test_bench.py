@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from numba.core import event
 from small_models import Spec, write_model
 
-from hotcold.runtime import bench, cli
+from hotcold.runtime import bench
 from hotcold.runtime.bench import Bench, Case, list_tests
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.kernels import simd
@@ -42,19 +42,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Arguments of bench -> exit status, stdout, stderr. In this process."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        capfd.readouterr()
-        try:
-            code = cli.main(["bench", *map(str, arguments)])
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return call
+def run(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
+    """Arguments of bench -> exit status, stdout, stderr."""
+    return lambda *arguments: run("bench", *arguments)
 
 
 Run = Callable[..., tuple[int, str, str]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import signal
@@ -23,23 +22,6 @@ GREEDY = ["--temp", "0", "--ignore-eos", "-t", "1"]
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("relu")
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """(arguments, stdin) -> exit status, stdout, stderr. In this process."""
-
-    def call(*arguments: str | Path, stdin: bytes = b"") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        capfd.readouterr()
-        try:
-            code = cli.main([str(a) for a in arguments])
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return call
 
 
 Run = Callable[..., tuple[int, str, str]]
