@@ -259,8 +259,8 @@ class Engine:
             return []
         return [
             OpTime(op, bool(many), calls, cycles.copy())
-            for many, (ops, calls) in enumerate(zip((self.plan.token, self.plan.block), self._calls, strict=True))
-            for op, cycles in zip(ops, self._cycles[many], strict=True)
+            for many, calls in enumerate(self._calls)
+            for op, cycles in zip(self.plan.cpu(bool(many)), self._cycles[many], strict=True)
             if calls
         ]
 

@@ -1,15 +1,17 @@
 """Weights -> the operators of one token or one block of tokens: what is computed, where, and from what.
 
-In: ModelConfig, Weights, the sparsity mode. Out: Plan, a list of operators in an order that respects their
-prerequisites. Next: program.py lowers it for the CPU's workers.
+In: ModelConfig, Weights, the sparsity mode, what is on the GPU. Out: Plan, a list of operators in an order that
+respects their prerequisites. Next: program.py lowers it for the CPU's workers, gpu/lower.py for the GPU.
 
-The device of every operator is chosen here, once; today there is one device, "cpu". An operator names the buffers it
-reads and writes; program.py derives from them where threads must wait for each other.
+The device of every operator is chosen here, once: "cpu", or "gpu" (gpu/operators.py) in the layers that a placement
+puts there. An operator names the buffers it reads and writes; prerequisites() follow from these, and program.py derives
+from them where threads must wait for each other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
@@ -18,12 +20,16 @@ from hotcold.runtime.facts import fires
 from hotcold.runtime.kernels import formats
 from hotcold.runtime.weights import Matrix, Weights, by_column
 
+if TYPE_CHECKING:
+    from hotcold.runtime.gpu.placement import GpuPlacement
+
+_KEYS = tuple("." + name for name in (schema.FFN_GATE, schema.FFN_UP))
 SPARSITY_MODES = ("auto", "dense", "exact", "predict")
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operator: its kind is one of program.py's.
+    """One operator: its kind is one of program.py's, or of gpu/operators.py's.
 
     One that reads `list` computes only the neurons listed there, and holds their values one beside the other.
     """
@@ -39,6 +45,19 @@ class Op:
     add: bool = False  # adds to what `writes` holds
     head_only: bool = False  # only the tokens whose logits are wanted
     device: str = "cpu"
+    mode: str = ""  # of split, values and cold: keys, scores or all, see gpu/placement.py
+    neurons: tuple[int, int] | None = None  # first and end of those it has to do with; None: all of the layer
+    early: bool = False  # on the GPU's second stream, ahead of where its result is needed
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Rows of a matrix that an operator reads for one token."""
+
+    matrix: str
+    rows: int  # at most
+    row_bytes: int
+    chosen: bool  # only those of neurons that fire, or that a predictor names
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,14 @@ class Plan:
     token: tuple[Op, ...]
     block: tuple[Op, ...]
     notes: tuple[str, ...] = field(default=())  # what a user must know of the choices made
+    placement: GpuPlacement | None = None  # None: nothing is on the GPU
+
+    def cpu(self, many: bool) -> tuple[Op, ...]:
+        """The CPU's operators of the token program, or with `many` of the block program."""
+        return tuple(op for op in (self.block if many else self.token) if op.device == "cpu")
+
+    def gpu(self, many: bool) -> tuple[Op, ...]:
+        return tuple(op for op in (self.block if many else self.token) if op.device == "gpu")
 
 
 def choose_sparsity(config: ModelConfig, wanted: str) -> tuple[str, str]:
@@ -96,16 +123,70 @@ def predicts(config: ModelConfig, layer: int) -> bool:
     return bool(config.predictors) and config.predictors[layer].kind != "none" and not by_column(config, layer)
 
 
-def make_plan(config: ModelConfig, weights: Weights, sparsity: str) -> Plan:
+def make_plan(config: ModelConfig, weights: Weights, sparsity: str, placement: GpuPlacement | None = None) -> Plan:
+    """Raises HotcoldError for a sparsity mode or a placement that the model cannot have."""
     mode, note = choose_sparsity(config, sparsity)
-    token, block = (_operators(config, weights, mode, many_tokens) for many_tokens in (False, True))
-    return Plan(config, mode, token, block, (note,))
+    notes: tuple[str, ...] = (note,)
+    if placement is not None:
+        from hotcold.runtime.gpu.placement import usable
+
+        placement, why = usable(config, weights, mode, placement)
+        notes += why
+        if placement.first == config.n_layer:
+            placement = None
+    token, block = (_operators(config, weights, mode, placement, many_tokens) for many_tokens in (False, True))
+    return Plan(config, mode, token, block, notes, placement)
 
 
-def _operators(c: ModelConfig, w: Weights, mode: str, many_tokens: bool) -> tuple[Op, ...]:
+def prerequisites(ops: tuple[Op, ...]) -> tuple[tuple[int, ...], ...]:
+    """Per operator, the indices of those that must have ended before it starts, of either device.
+
+    Of what it reads, the last that wrote it; of what it writes, also those that have read it since.
+    """
+    wrote: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    out = []
+    for i, op in enumerate(ops):
+        needs = {wrote[name] for name in (*op.reads, *op.writes) if name in wrote}
+        for name in op.writes:
+            needs.update(readers.pop(name, ()))
+        for name in op.reads:
+            readers.setdefault(name, []).append(i)
+        for name in op.writes:
+            wrote[name] = i
+            readers.pop(name, None)
+        out.append(tuple(sorted(needs)))
+    return tuple(out)
+
+
+def readings(op: Op) -> tuple[Reading, ...]:
+    """The matrices an operator reads for one token. Not those whose type alone it needs to know."""
+    if op.kind == "quant" or op.kind == "hidden" and op.device == "cpu":
+        return ()
+    found = []
+    for matrix in op.weights[: 1 if op.kind == "hidden" else None]:
+        if matrix is None or op.mode == "keys" and op.kind == "cold" and matrix.name.endswith(_KEYS):
+            continue
+        rows, row_bytes = matrix.rows, matrix.stride
+        if matrix.name.endswith(schema.FFN_UP_DOWN):
+            rows //= 2
+            row_bytes *= 2 if op.kind in ("ffn", "cold") else 1
+        if op.kind == "embed":
+            rows = 1
+        if op.neurons is not None:
+            rows = min(rows, op.neurons[1] - op.neurons[0])
+        all_keys = matrix.name.endswith(_KEYS) and op.mode != "scores" and len(op.weights) == 2
+        chosen = op.kind in ("values", "axpy") or op.kind in ("ffn", "cold") and not all_keys
+        found.append(Reading(matrix.name, rows, row_bytes, chosen))
+    return tuple(found)
+
+
+def _operators(
+    c: ModelConfig, w: Weights, mode: str, placement: GpuPlacement | None, many_tokens: bool
+) -> tuple[Op, ...]:  # fmt: skip
     tables = (w["token_embd.weight"], w.get("position_embd.weight"))
     ops = [Op("embed", -1, (), ("x",), tables, scale=c.embedding_scale)]
-    for layer in range(c.n_layer):
+    for layer in range(placement.first if placement else c.n_layer):
         ops += _attention(c, w, layer, many_tokens)
         if c.layout == "stock":
             ops += _ffn_stock(c, w, layer)
@@ -113,6 +194,10 @@ def _operators(c: ModelConfig, w: Weights, mode: str, many_tokens: bool) -> tupl
             ops += _ffn_block(c, w, layer, mode)
         else:
             ops += _ffn_token(c, w, layer, mode)
+    if placement is not None:
+        from hotcold.runtime.gpu.operators import block_operators, token_operators
+
+        return (*ops, *(block_operators if many_tokens else token_operators)(c, w, mode, placement))
     head = w.get("output.weight") or w["token_embd.weight"]
     norm = (w["output_norm.weight"],)
     ops.append(Op("norm", -1, ("x",), ("h",), norm, w.get("output_norm.bias"), head_only=True))

@@ -210,7 +210,8 @@ class Lowering:
 
     def __init__(self, plan: Plan, buffers: Buffers, many_tokens: bool) -> None:
         self.plan, self.config, self.buffers, self.many = plan, plan.config, buffers, many_tokens
-        ops = (*plan.block, *plan.token)  # predictors, which may be quantized in a model that is not, are in one only
+        # Predictors, which may be quantized in a model that is not, are in one program only.
+        ops = (*plan.cpu(many=True), *plan.cpu(many=False))
         self.quantized = any(
             m is not None and m.ggml_type in formats.QUANTIZED for op in ops for m in op.weights
         )  # then norms quantize their output too
@@ -420,8 +421,8 @@ class Lowering:
 
 
 def lower(plan: Plan, buffers: Buffers) -> tuple[np.ndarray, np.ndarray]:
-    """The two programs of a plan: (token, block), arrays of kernels.walk.OP."""
+    """The CPU's two programs of a plan: (token, block), arrays of kernels.walk.OP."""
     return (
-        Lowering(plan, buffers, many_tokens=False).program(plan.token),
-        Lowering(plan, buffers, many_tokens=True).program(plan.block),
+        Lowering(plan, buffers, many_tokens=False).program(plan.cpu(many=False)),
+        Lowering(plan, buffers, many_tokens=True).program(plan.cpu(many=True)),
     )
