@@ -42,6 +42,8 @@ class Layer:
     decide: np.ndarray  # f64 [n]: expected bytes read to learn whether the neuron fires (all of key_row in exact mode)
     fire: float  # bytes read of a neuron that fires
     usable: bool = True  # the layer's attention is on the GPU; without it the FFN is the CPU's
+    decide_scattered: bool = False  # what `decide` reads are chosen rows (a predictor's candidates), not whole matrices
+    fire_scattered: bool = True  # so are the value rows
     split_keys: bool = True  # the GPU may hold all key rows without the values
     own_keys: bool = True  # hot neurons may bring their own key rows only
     p_cold: np.ndarray | None = field(default=None)  # f64 [n + 1]: chance that the CPU has work when n are hot
@@ -178,16 +180,32 @@ def _times(layer: Layer, rates: Rates, hot: np.ndarray, keys: bool) -> tuple[np.
     """Seconds [len(hot)] before, on the GPU, on the CPU, and the chance that the GPU waits for the CPU."""
     fires = np.append(0.0, np.cumsum(layer.frequency)) * layer.fire
     decides = np.append(0.0, np.cumsum(layer.decide))
-    zero = np.zeros(len(hot))
+    seconds = read_seconds(layer, rates, keys, (fires[hot], fires[-1] - fires[hot]),
+                           (decides[hot], decides[-1] - decides[hot]))  # fmt: skip
     if not layer.usable:
-        return zero, zero, zero + decides[-1] * rates.cpu_read + fires[-1] * rates.cpu_rows, zero
-    gpu, cpu = fires[hot] * rates.gpu_rows, (fires[-1] - fires[hot]) * rates.cpu_rows
-    if keys:
-        before, chance = zero + decides[-1] * rates.gpu_read, layer.frequency
-    else:
-        # Who has the key rows learns what fires, so the GPU waits whenever the CPU has anything to look at.
-        before, chance = zero, layer.decide / layer.key_row
-        gpu = gpu + decides[hot] * rates.gpu_read
-        cpu = cpu + (decides[-1] - decides[hot]) * rates.cpu_read
+        return (*seconds, np.zeros(len(hot)))
+    # Who has the key rows learns what fires, so the GPU waits whenever the CPU has anything to look at.
+    chance = layer.frequency if keys else layer.decide / layer.key_row
     p_cold = chance_of_cold(chance) if layer.p_cold is None else layer.p_cold
-    return before, gpu, cpu, np.where(hot < layer.n, p_cold[hot], 0.0)
+    return (*seconds, np.where(hot < layer.n, p_cold[hot], 0.0))
+
+
+def read_seconds(
+    layer: Layer, rates: Rates, keys: bool, fires: tuple[np.ndarray, np.ndarray],
+    decides: tuple[np.ndarray, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Seconds before, on the GPU, on the CPU, from the bytes that the hot and the cold neurons read.
+
+    fires, decides: (hot, cold), expected or of a token, any shape.
+    """
+    cpu_decide, gpu_decide = ((rates.cpu_rows, rates.gpu_rows) if layer.decide_scattered
+                              else (rates.cpu_read, rates.gpu_read))  # fmt: skip
+    cpu_fire, gpu_fire = ((rates.cpu_rows, rates.gpu_rows) if layer.fire_scattered
+                          else (rates.cpu_read, rates.gpu_read))  # fmt: skip
+    zero = np.zeros(np.shape(fires[0]))
+    if not layer.usable:
+        return zero, zero, (decides[0] + decides[1]) * cpu_decide + (fires[0] + fires[1]) * cpu_fire
+    gpu, cpu = fires[0] * gpu_fire, fires[1] * cpu_fire
+    if keys:
+        return zero + (decides[0] + decides[1]) * gpu_decide, gpu, cpu
+    return zero, gpu + decides[0] * gpu_decide, cpu + decides[1] * cpu_decide

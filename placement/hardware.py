@@ -66,14 +66,14 @@ class Hardware:
     def has_gpu(self) -> bool:
         return self.gpu_bandwidth > 0 and self.vram > 0
 
-    def rates(self) -> Rates:
-        """Seconds per byte, as the solver wants them."""
+    def rates(self, handover: int = 0) -> Rates:
+        """Seconds per byte, as the solver wants them. handover: bytes over PCIe wherever the GPU waits for the CPU."""
         return Rates(
             cpu_read=1 / (self.cpu_bandwidth * self.cpu_efficiency),
             cpu_rows=1 / (self.cpu_bandwidth * self.cpu_sparse_efficiency),
             gpu_read=1 / (self.gpu_bandwidth * self.gpu_efficiency) if self.has_gpu else math.inf,
             gpu_rows=1 / (self.gpu_bandwidth * self.gpu_sparse_efficiency) if self.has_gpu else math.inf,
-            t_sync=self.t_sync,
+            t_sync=self.t_sync + (handover / self.pcie if self.pcie > 0 else 0.0),
         )
 
 

@@ -1,6 +1,6 @@
 """How many bytes each part of a model takes on the GPU and in RAM, exactly, from the file's own tensors.
 
-In: an open neuron-split GGUF, its ModelConfig. Out: ModelBytes. Next: plan_vram.py.
+In: an open GGUF, its ModelConfig. Out: ModelBytes. Next: plan_model.py.
 
 On the GPU go, in this order: driver and workspaces; then per layer attention, norms, KV cache and predictor; then key
 rows; then value rows of hot neurons. The output head goes with the last layer. The token embedding stays in RAM: a
@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
-from hotcold.runtime.errors import HotcoldError
-from hotcold.runtime.gguf_file import GGUFFile, safe_text
+from hotcold.runtime.gguf_file import GGUFFile
 from hotcold.runtime.kernels import formats
 from hotcold.runtime.weights import load_weights
 
@@ -58,6 +57,10 @@ class ModelBytes:
         """From those of a context of one token: the same with n_ctx tokens in the KV cache."""
         return replace(self, layers=tuple(replace(layer, kv=layer.kv * n_ctx) for layer in self.layers))
 
+    def without_predictors(self) -> ModelBytes:
+        """As they are for modes that do not predict, which leave them in the file."""
+        return replace(self, layers=tuple(replace(layer, predictor=0) for layer in self.layers))
+
     def on_gpu(self, layer_on_gpu: tuple[bool, ...], hot: tuple[int, ...], keys: tuple[bool, ...]) -> int:
         """Bytes on the GPU without the driver's."""
         if not any(layer_on_gpu):
@@ -80,12 +83,9 @@ class ModelBytes:
 
 
 def model_bytes(file: GGUFFile, config: ModelConfig, n_ctx: int, kv_type: str = "f16") -> ModelBytes:
-    """Raises HotcoldError for a file that is not neuron-split, or whose tensors are not those of its model."""
+    """Raises HotcoldError for a file whose tensors are not those of its model, or of a type that is not computed."""
     from hotcold.runtime.program import KV_TYPES  # imports the compiler: not for `place --help`
 
-    if config.layout != "neuron-split":
-        raise HotcoldError(f"{safe_text(str(file.path))}: the layout is {config.layout!r}, placement needs "
-                           "neuron-split: run hotcold convert on this file first")  # fmt: skip
     load_weights(file, config)
     parts: list[dict[str, int]] = [{} for _ in range(config.n_layer)]
     outside: dict[str, int] = {}
@@ -109,7 +109,9 @@ def _layer(config: ModelConfig, number: int, sizes: dict[str, int], kv: int) -> 
     n_ff = config.n_ff[number]
     by_column = any(name in sizes for name in _KEYS_BY_COLUMN)
     keys = (schema.FFN_GATE, schema.FFN_GATE_BIAS) if config.gated else (schema.FFN_UP, schema.FFN_UP_BIAS)
-    values = (schema.FFN_UP_DOWN, schema.FFN_UP_BIAS) if config.gated else (schema.FFN_DOWN_T,)
+    values: tuple[str, ...] = (schema.FFN_UP_DOWN, schema.FFN_UP_BIAS) if config.gated else (schema.FFN_DOWN_T,)
+    if config.layout == "stock":  # a neuron's share: its rows do not lie together, only whole layers move
+        values = (schema.FFN_DOWN, *((schema.FFN_UP, schema.FFN_UP_BIAS) if config.gated else ()))
     tables = (schema.FFN_NEURON_ID, schema.FFN_NEURON_COUNT)
     key, value, predictor, attention = 0, 0, 0, 0
     for name, n_bytes in sizes.items():

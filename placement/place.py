@@ -1,7 +1,7 @@
 """`hotcold place`: neurons sorted by how often they fire, and divided between GPU and CPU for the budgets given.
 
 In: a neuron-split GGUF, a profile (or the counts the file has), budgets. Out: tables, and with -o a sorted GGUF with
-counts and placement index. Next: rewrite.py (writing), plan_vram.py (dividing).
+counts and placement index. Next: rewrite.py (writing), budget.py (dividing).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 SHARE = 0.8  # of a layer's firings, for its skew
 PLACEMENT_KEYS = (
-    schema.KEY_PLACEMENT_MODEL, schema.KEY_PLACEMENT_BUDGET, schema.KEY_PLACEMENT_N_CTX, schema.KEY_PLACEMENT_OBJECTIVE,
-    schema.KEY_PLACEMENT_HARDWARE, schema.KEY_PLACEMENT_HOT, schema.KEY_PLACEMENT_KEYS_ON_GPU,
-    schema.KEY_PLACEMENT_LAYER_ON_GPU,
+    schema.KEY_PLACEMENT_MODEL, schema.KEY_PLACEMENT_BUDGET, schema.KEY_PLACEMENT_N_CTX, schema.KEY_PLACEMENT_PLAN,
+    schema.KEY_PLACEMENT_SPARSITY, schema.KEY_PLACEMENT_OBJECTIVE, schema.KEY_PLACEMENT_HARDWARE,
+    schema.KEY_PLACEMENT_HOT, schema.KEY_PLACEMENT_KEYS_ON_GPU, schema.KEY_PLACEMENT_LAYER_ON_GPU,
 )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def as_sorted(file: GGUFFile, config: ModelConfig) -> Sorting:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `hotcold place`."""
-    from hotcold.placement.plan_vram import add_budget_arguments
+    from hotcold.placement.budget import add_budget_arguments
 
     parser.add_argument("model", metavar="MODEL", type=Path, help="neuron-split GGUF file (from hotcold convert)")
     parser.add_argument("--profile", metavar="P", type=Path,
@@ -122,7 +122,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Sort and place as the arguments say; returns the exit status. Raises HotcoldError with one line for the user."""
-    from hotcold.placement.plan_vram import placement_table, placements_from_args, read_placements
+    from hotcold.placement.budget import placement_table, placements_from_args
+    from hotcold.placement.placement_index import read_placements
 
     if not args.model.exists():
         raise HotcoldError(f"{safe_text(str(args.model))}: no such file")
@@ -154,7 +155,7 @@ def placement_keys(model: str, placements: Sequence[Placement]) -> Metadata:
     """The placement index; nothing for no placements."""
     if not placements:
         return {}
-    from hotcold.placement.plan_vram import placement_metadata
+    from hotcold.placement.placement_index import placement_metadata
 
     return placement_metadata(model, placements)
 

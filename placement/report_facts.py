@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotcold.placement.plan_vram import Placement, read_placements
+from hotcold.placement.placement_index import read_placements
+from hotcold.placement.plan_vram import Placement
 from hotcold.placement.predictor import Quality, Rows, computed, rows_of
 from hotcold.placement.profile import Profile, check_profile, persistence, skew
 from hotcold.runtime import schema

@@ -17,34 +17,28 @@ from rich.console import Console
 from small_models import Spec, all_of, make_tensors, write_model
 from test_convert_gguf import rewrite as edit
 
-from hotcold.placement import plan_vram
+from hotcold.placement.budget import add_budget_arguments, parse_size, placement_table, placements_from_args
 from hotcold.placement.hardware import PRESETS, Hardware, to_json
 from hotcold.placement.identity import model_id
 from hotcold.placement.memory import model_bytes
-from hotcold.placement.plan_vram import (
-    Placement,
-    parse_size,
-    place_on,
-    placement_metadata,
-    placement_table,
-    placements_from_args,
-    read_placements,
-)
+from hotcold.placement.placement_index import placement_metadata, read_placements
+from hotcold.placement.plan_model import read_model
+from hotcold.placement.plan_vram import Placement, ffn_layers, place_on, plan
 from hotcold.placement.rewrite import rewrite
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf
+from hotcold.runtime.gpu.placement import KINDS
 
 TOKENS = 1000
 CARD = Hardware("a [bold]card[/bold]", cpu_bandwidth=20e9, threads=2, ram=1 << 30, gpu="card", gpu_bandwidth=400e9,
                 pcie=10e9, vram=1 << 30, gpu_context=1 << 20, t_sync=1e-7, gpu_overhead=1e-7)  # fmt: skip
+HALF: dict[str, Any] = {"attn": Type.Q8_0, "key": Type.F16, "value": Type.F16, "embd": Type.Q4_0}
 SPECS = {
     "gated": Spec(patterns=("free",) * 5, n_ff=(512, 300, 512, 512, 640), **all_of(Type.Q8_0)),
-    "tied, biases": Spec(patterns=("free",) * 3, n_ff=257, biases=True),
-    "not gated": Spec(arch="opt", gated=False, biases=True, n_head_kv=4, n_ff=256, key=Type.F16, value=Type.Q8_0),
-    "thresholds": Spec(activation="silu", threshold=0.1, n_ff=256),
-    "keys by column": Spec(n_ff=256, norm_relu=(True, False)),
+    "tied, biases": Spec(patterns=("free",) * 3, n_ff=257, biases=True, **HALF),
+    "not gated": Spec(arch="opt", gated=False, biases=True, n_head_kv=4, n_ff=256, **HALF | {"value": Type.Q8_0}),
 }
 
 
@@ -139,9 +133,6 @@ def test_what_is_not_on_the_gpu_is_in_ram(model: tuple[GGUFFile, ModelConfig]) -
 def test_never_above_the_budget_and_better_with_more(model: tuple[GGUFFile, ModelConfig], objective: str) -> None:
     _, config = model
     low, speed = least(model), 0.0
-    if objective == "paper" and any(config.norm_relu):
-        assert "use --objective time" in error(model, low, objective=objective)
-        return
     all_of_it = CARD.gpu_context + model_bytes(*model, 64).on_gpu((True,) * config.n_layer, config.n_ff,
                                                                   (True,) * config.n_layer)  # fmt: skip
     for budget in np.linspace(low, all_of_it + 5000, 9).astype(int).tolist():
@@ -150,9 +141,6 @@ def test_never_above_the_budget_and_better_with_more(model: tuple[GGUFFile, Mode
             p.layer_on_gpu, p.hot, p.keys_on_gpu
         )
         assert list(p.layer_on_gpu) == sorted(p.layer_on_gpu)  # the last layers
-        by_column = [turned and hot > 0 and not keys for turned, hot, keys in
-                     zip(config.norm_relu, p.hot, p.keys_on_gpu, strict=True)]  # fmt: skip
-        assert not any(by_column)  # such key rows go whole or not at all
         assert all(on or not (hot or keys) for on, hot, keys in zip(p.layer_on_gpu, p.hot, p.keys_on_gpu, strict=True))
         assert p.t_token == pytest.approx(sum(p.t_layer), rel=0.9) and 0 <= p.load <= 1
         if objective == "time" and sum(p.layer_on_gpu) == config.n_layer:
@@ -185,7 +173,7 @@ def test_more_context_leaves_less_for_neurons(gated: tuple[GGUFFile, ModelConfig
 
 
 def test_ram_that_does_not_suffice(tmp_path: Path) -> None:
-    with open_gguf(counted(tmp_path / "m.gguf", Spec(n_ff=2048))) as file:
+    with open_gguf(counted(tmp_path / "m.gguf", Spec(n_ff=2048, **HALF))) as file:
         model = file, ModelConfig.from_gguf(file)
         poor = dataclasses.replace(CARD, ram=1 << 20)
         message = error(model, least(model), hardware=poor)  # the GPU is full, so all of the FFN must be in RAM
@@ -209,7 +197,7 @@ def test_attention_comes_first_then_keys(gated: tuple[GGUFFile, ModelConfig]) ->
 
 def test_times_by_hand(tmp_path: Path) -> None:
     """One layer, everything on the GPU: bytes over bandwidth."""
-    path = counted(tmp_path / "m.gguf", Spec(patterns=("free",), n_ff=256))
+    path = counted(tmp_path / "m.gguf", Spec(patterns=("free",), n_ff=256, **HALF))
     with open_gguf(path) as file:
         config = ModelConfig.from_gguf(file)
         p = place((file, config), CARD.vram)
@@ -237,10 +225,17 @@ def test_predictors_are_counted_and_used(tmp_path: Path) -> None:
         config = ModelConfig.from_gguf(file)
         sizes = model_bytes(file, config, 64)
         assert [s.predictor for s in sizes.layers] == [256 * 3 * 4, 0]
-        layers = plan_vram._layers(file, config, sizes, [np.full(256, 0.1)] * 2, (True, True))
+        model = read_model(file, config, 64, [np.full(256, 0.1)] * 2)
+    assert model.modes == ("dense", "exact", "predict") and model.density == (0.125, None)
     key = sizes.layers[0].key_row
-    assert layers[0].decide == pytest.approx(np.full(256, 0.125 * key))
-    assert layers[1].decide == pytest.approx(np.full(256, key))
+    first, second = ffn_layers(model, "predict", "predict", (True, True))
+    assert first.decide == pytest.approx(np.full(256, 0.125 * key)) and first.decide_scattered
+    assert not first.split_keys, "what it names is checked where the neuron is"
+    assert second.decide == pytest.approx(np.full(256, key)) and not second.decide_scattered
+    assert ffn_layers(model, "keys", "exact", (True, True))[0].decide == pytest.approx(np.full(256, key))
+    whole = [plan(model, CARD, 1 << 29, "all", mode) for mode in ("exact", "predict")]
+    assert whole[1].used - whole[0].used == 256 * 3 * 4, "exact mode leaves predictors in the file"
+    assert plan(model, CARD, 1 << 29, "predict", "predict").sparsity == "predict"
 
 
 # ---- bad input
@@ -270,11 +265,47 @@ def test_bad_frequencies(gated: tuple[GGUFFile, ModelConfig]) -> None:
     assert "layer 0: neurons are not in descending order" in error(gated, 1 << 29, frequency=values)
 
 
-def test_stock_layout_is_refused(tmp_path: Path) -> None:
-    with open_gguf(write_model(tmp_path / "m.gguf", Spec(layout="stock"))) as file:
+def test_stock_layout_has_whole_layers_only(tmp_path: Path) -> None:
+    with open_gguf(write_model(tmp_path / "m.gguf", Spec(layout="stock", **all_of(Type.Q8_0)))) as file:
         config = ModelConfig.from_gguf(file)
-        message = error((file, config), 1 << 29, frequency=[np.full(96, 0.1)] * 2)
-    assert "placement needs neuron-split: run hotcold convert" in message
+        model, frequency = (file, config), [np.ones(96)] * 2
+        message = error(model, 1 << 29, frequency=frequency)
+        assert "only whole layers can be on the GPU: use --gpu-plan layers, or run hotcold convert" in message
+        sizes = model_bytes(file, config, 64)
+        base = CARD.gpu_context + sizes.workspace + sizes.head
+        one = base + sizes.layers[1].fixed + sizes.layers[1].ffn
+        p = place(model, one, kind="layers", frequency=frequency)
+        assert (p.layer_on_gpu, p.hot, p.used, p.sparsity) == ((False, True), (0, 96), one, "dense")
+        assert "at least" in error(model, one - 1, kind="layers", frequency=frequency)
+        stored = sum(t.n_bytes for name, t in file.tensors.items() if name.startswith("blk.1."))
+        assert sizes.layers[1].attention + sizes.layers[1].ffn == stored
+
+
+GPU_CANNOT = {
+    "thresholds": (Spec(activation="silu", threshold=0.1, n_ff=256, **HALF), "off by the size of their value"),
+    "by column": (Spec(n_ff=256, norm_relu=(False, True), **HALF), "layer 1: a ReLU follows its norms"),
+    "type": (Spec(n_ff=256, **HALF | {"value": Type.F32}), "ffn_up_down.weight is F32, the GPU computes F16, Q8_0"),
+    "head": (Spec(n_ff=256, **HALF | {"embd": Type.F32}), "nothing is computed there: token_embd.weight is F32"),
+}
+
+
+@pytest.mark.parametrize("case", GPU_CANNOT)
+def test_what_the_gpu_cannot_compute_is_said(tmp_path: Path, case: str) -> None:
+    spec, words = GPU_CANNOT[case]
+    with open_gguf(counted(tmp_path / "m.gguf", spec)) as file:
+        model = file, ModelConfig.from_gguf(file)
+        for kind in KINDS:
+            if kind != "predict":
+                assert words in error(model, 1 << 29, kind=kind)
+
+
+def test_layers_before_one_that_the_gpu_cannot_compute_stay(tmp_path: Path) -> None:
+    spec = Spec(patterns=("free",) * 3, n_ff=256, norm_relu=(False, True, False), **HALF)
+    with open_gguf(counted(tmp_path / "m.gguf", spec)) as file:
+        model = file, ModelConfig.from_gguf(file)
+        p = place(model, CARD.vram)
+        assert p.layer_on_gpu == (False, False, True) and "layers 0 to 1 stay on the CPU" in p.notes[0]
+        assert "layers 0 to 1 stay" in error(model, CARD.vram, kind="all")
 
 
 # ---- the index of a file
@@ -298,7 +329,7 @@ def test_index_round_trip(placed: tuple[Path, list[Placement]]) -> None:
     path, made = placed
     with open_gguf(path) as file:
         read = read_placements(file, ModelConfig.from_gguf(file))
-    assert [dataclasses.replace(p, notes=()) for p in made] == read
+    assert [dataclasses.replace(p, notes=()) for p in made] == [dataclasses.replace(p, notes=()) for p in read]
 
 
 def test_no_index(gated: tuple[GGUFFile, ModelConfig]) -> None:
@@ -310,6 +341,10 @@ CORRUPT = {
     "another model": ({schema.KEY_PLACEMENT_MODEL: "0" * 64}, "the placement is of another model"),
     "no model": ({schema.KEY_PLACEMENT_MODEL: None}, "key 'hotcold.placement.model': found nothing"),
     "two objectives": ({schema.KEY_PLACEMENT_OBJECTIVE: ["time", "time"]}, "found an array of 2, allowed: 3 strings"),
+    "no plan": ({schema.KEY_PLACEMENT_PLAN: None}, "key 'hotcold.placement.plan': found nothing"),
+    "plan": ({schema.KEY_PLACEMENT_PLAN: ["keys", "some", "keys"]}, "found 'some', allowed: all, keys, predict"),
+    "sparsity": ({schema.KEY_PLACEMENT_SPARSITY: ["exact", "auto", "exact"]}, "found 'auto', allowed: dense, exact"),
+    "no predictor": ({schema.KEY_PLACEMENT_SPARSITY: ["predict"] * 3}, "found 'predict', allowed: dense, exact"),
     "objective": ({schema.KEY_PLACEMENT_OBJECTIVE: ["time", "\x1b[2J", "time"]}, "allowed: paper, time"),
     "hardware": ({schema.KEY_PLACEMENT_HARDWARE: [GOOD, GOOD, "{"]}, "entry 2: not valid JSON"),
     "hardware NaN": ({schema.KEY_PLACEMENT_HARDWARE: [GOOD.replace("1e-07", "NaN", 1), GOOD, GOOD]}, "found nan"),
@@ -376,7 +411,7 @@ def test_bad_sizes(text: str) -> None:
 
 def from_args(model: tuple[GGUFFile, ModelConfig], *arguments: str) -> list[Placement]:
     parser = argparse.ArgumentParser()
-    plan_vram.add_budget_arguments(parser)
+    add_budget_arguments(parser)
     return placements_from_args(parser.parse_args(list(arguments)), *model, frequencies(*model))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from small_models import Spec, make_tensors, write_model
+from small_models import Spec, all_of, make_tensors, write_model
 
 from hotcold.placement.identity import model_id
 from hotcold.placement.profile import Profile, save_profile, skew
@@ -221,7 +221,7 @@ def test_sections_of_predictors_and_relufication(tmp_path: Path, capsys: pytest.
 
 
 def test_placements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = write(tmp_path / "m.gguf", n_ff=256)
+    model = write(tmp_path / "m.gguf", n_ff=256, **all_of(Type.F16))
     placed, out = tmp_path / "placed.gguf", tmp_path / "r.html"
     code = cli.main(["place", str(model), "-o", str(placed), "--vram-budget", "514MiB", "--vram-budget", "600MiB",
                      "--n-ctx", "64", "--hardware", "rtx-4090"])  # fmt: skip
