@@ -17,6 +17,7 @@ from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf
 from hotcold.runtime.kernels import walk
 from hotcold.runtime.kernels.formats import PACK_TOKENS
+from hotcold.runtime.mailbox import Mailbox
 from hotcold.runtime.plan import Plan, make_plan
 from hotcold.runtime.program import FEW_TOKENS, KV_TYPES, Buffers, lower
 from hotcold.runtime.rope import rope_table
@@ -29,6 +30,7 @@ DEFAULT_N_CTX = 4096
 N_BATCH = 256  # tokens per block
 LOGITS_BYTES = 64 << 20  # for logits of all tokens of a block: bounds the block where the vocabulary is large
 MAX_THREADS = 256
+PATIENCE = 10.0  # seconds the workers wait for a layer's list from the GPU
 
 
 def _silent(line: str) -> None:
@@ -49,13 +51,15 @@ class Engine:
         n_ctx: int,
         kv_type: str,
         notify: Callable[[str], None],
+        mailbox: Mailbox | None = None,
     ) -> None:
+        """mailbox: where cold operators of the plan meet the GPU. The rest: see open()."""
         self.file, self.config, self.weights, self.plan = file, config, weights, plan
         self.n_ctx, self.threads, self.sparsity = n_ctx, n_threads, plan.sparsity
         self.n_past = 0
         self.n_batch = min(N_BATCH, n_ctx)
-        _check_memory(config, n_threads, n_ctx, self.n_batch, kv_type)
-        self._buffers = Buffers(config, n_threads, n_ctx, self.n_batch, kv_type)
+        _check_memory(config, n_threads, n_ctx, self.n_batch, kv_type, plan.cached_layers)
+        self._buffers = Buffers(config, n_threads, n_ctx, self.n_batch, kv_type, plan.cached_layers, mailbox)
         self._counts = np.zeros((config.n_layer, n_threads, 2), np.int64)  # walk.CHECKED, walk.COMPUTED
         self._counted_tokens = 0
         self._tokens = np.zeros(self.n_batch, np.int64)
@@ -194,8 +198,15 @@ class Engine:
         self._calls[not few] += 1
         self._counted_tokens += few * len(block)
 
-    def run_ops(self, many: bool, first: int, end: int, block: np.ndarray, pos: int, rows: np.ndarray) -> None:
-        """Operators first..end-1 of the token program, or with `many` of the block program, for tokens at `pos`."""
+    def run_ops(
+        self, many: bool, first: int, end: int, block: np.ndarray, pos: int, rows: np.ndarray, seq: int = 0,
+        patience: float = PATIENCE, stamps: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Operators first..end-1 of the token program, or with `many` of the block program, for tokens at `pos`.
+
+        For cold operators, which compute one token: seq: the mailbox's number of this token; patience: seconds to wait
+        for each list; stamps: int64 [n_layer, n_threads, 3], where their times go (walk.LISTENS and so on).
+        """
         team = self._team
         if team is None:
             raise HotcoldError("the model was closed while it was computing")
@@ -219,6 +230,9 @@ class Engine:
                 walk.A_SIN: sin.ctypes.data,
                 walk.A_ROPE_ROW: cos.strides[0],
                 walk.A_CYCLES: 0 if self._cycles is None else self._cycles[many].ctypes.data,
+                walk.A_SEQ: seq,
+                walk.A_PATIENCE: int(patience * 1e9),
+                walk.A_STAMPS: 0 if stamps is None else stamps.ctypes.data,
             }
         )
 
@@ -293,9 +307,11 @@ def block_sizes(n_tok: int, step: int) -> list[int]:
     return sizes
 
 
-def _check_memory(config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str) -> None:
+def _check_memory(
+    config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str, cached_layers: int
+) -> None:
     """The system would promise any amount and kill the process later: compare with what is free now."""
-    needed = Buffers.estimate(config, n_threads, n_ctx, n_batch, kv_type)
+    needed = Buffers.estimate(config, n_threads, n_ctx, n_batch, kv_type, cached_layers)
     free = psutil.virtual_memory().available
     if needed > free:
         raise HotcoldError(

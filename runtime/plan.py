@@ -75,6 +75,11 @@ class Plan:
         """The CPU's operators of the token program, or with `many` of the block program."""
         return tuple(op for op in (self.block if many else self.token) if op.device == "cpu")
 
+    @property
+    def cached_layers(self) -> int:
+        """So many layers, from the first on, have their keys and values with the CPU."""
+        return max((op.layer + 1 for op in (*self.cpu(False), *self.cpu(True)) if op.kind == "rope"), default=0)
+
     def gpu(self, many: bool) -> tuple[Op, ...]:
         return tuple(op for op in (self.block if many else self.token) if op.device == "gpu")
 

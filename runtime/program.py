@@ -12,6 +12,7 @@ import contextlib
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,11 +24,14 @@ from hotcold.runtime.kernels import formats, walk
 from hotcold.runtime.kernels.attention import FEW_BYTES, part_bytes, parts_bytes
 from hotcold.runtime.kernels.attention_block import block_bytes
 from hotcold.runtime.kernels.blocks import panel_bytes
-from hotcold.runtime.kernels.ffn import LIST_PADDING, SCORES, SIGNS
+from hotcold.runtime.kernels.ffn import CANDIDATES, LIST_PADDING, SCORES, SIGNS, VALUES
 from hotcold.runtime.kernels.sync import LINE
 from hotcold.runtime.kernels.vector import ACTIVATION_CODES
 from hotcold.runtime.plan import Op, Plan
 from hotcold.runtime.weights import Matrix
+
+if TYPE_CHECKING:
+    from hotcold.runtime.mailbox import Mailbox
 
 KV_TYPES = {"f16": formats.F16, "f32": formats.F32, "q8_0": formats.Q8_0}
 _PAGE = 4096
@@ -49,8 +53,10 @@ _OPCODES = {
     "columns": walk.COLUMNS,
     "mark": walk.MARK,
     "list": walk.LIST,
+    "cold": walk.COLD,
 }
 _PREDICTOR_CODES = {"lowrank": SCORES, "mlp": SCORES, "signbit": SIGNS}
+_COLD_CODES = {"keys": VALUES, "scores": CANDIDATES, "all": 0}
 
 
 def aligned(n_bytes: int) -> np.ndarray:
@@ -103,18 +109,25 @@ class Area:
 
 
 class Buffers:
-    """All memory that a run writes: activations, KV cache, each thread's arena. Owned by one engine."""
+    """All memory that a run writes: activations, KV cache, each thread's arena. Owned by one engine.
 
-    def __init__(self, config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str) -> None:
+    cached_layers: that many layers, from the first on, have a cache here; None: all. mailbox: of the cold operators.
+    """
+
+    def __init__(
+        self, config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str,
+        cached_layers: int | None = None, mailbox: Mailbox | None = None,
+    ) -> None:  # fmt: skip
         c = config
-        self.n_ctx, self.n_batch, self.kv_type = n_ctx, n_batch, KV_TYPES[kv_type]
+        self.n_ctx, self.n_batch, self.kv_type, self.mailbox = n_ctx, n_batch, KV_TYPES[kv_type], mailbox
         self._memory: list[np.ndarray] = []
         self.values: dict[str, np.ndarray] = {}  # f32 [n_batch, width]: what the shared buffers hold
         widths = self._widths(c)
         self.shared = {name: self._activations(name, width, n_batch) for name, width in widths.items()}
         self.cache_row = self._cache_row(c, kv_type)
         cache_bytes = c.n_head_kv * n_ctx * self.cache_row
-        self.cache = [(self._new(cache_bytes, lazy), self._new(cache_bytes, lazy)) for _ in range(c.n_layer)]
+        layers = c.n_layer if cached_layers is None else cached_layers
+        self.cache = [(self._new(cache_bytes, lazy), self._new(cache_bytes, lazy)) for _ in range(layers)]
         self.marks = self._new(_marks_bytes(c))  # a bit per neuron that some token of a block needs
         self.parts = self._new(parts_bytes(FEW_TOKENS, c.n_head, c.head_dim, n_ctx))
         self.merged = self._new(LINE * c.n_head_kv)  # counters, 0 between runs
@@ -139,9 +152,13 @@ class Buffers:
         return formats.row_bytes(KV_TYPES[kv_type], c.head_dim)
 
     @classmethod
-    def estimate(cls, config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str) -> int:
+    def estimate(
+        cls, config: ModelConfig, n_threads: int, n_ctx: int, n_batch: int, kv_type: str,
+        cached_layers: int | None = None,
+    ) -> int:  # fmt: skip
         """Bytes of all that is allocated and of the rotary tables, before anything is."""
-        cache = 2 * config.n_layer * config.n_head_kv * n_ctx * cls._cache_row(config, kv_type)
+        layers = config.n_layer if cached_layers is None else cached_layers
+        cache = 2 * layers * config.n_head_kv * n_ctx * cls._cache_row(config, kv_type)
         activations = 6 * n_batch * sum(cls._widths(config).values())  # f32 and act blocks
         tables = 12 * n_ctx * config.head_dim  # in f32, and in f64 while they are made
         parts = parts_bytes(FEW_TOKENS, config.n_head, config.head_dim, n_ctx)
@@ -240,13 +257,16 @@ class Lowering:
         written: set[str] = set()
         for i, op in enumerate(ops):
             reads, writes = (self._shared(names) for names in (op.reads, op.writes))
+            if op.kind == "cold":
+                if i and ops[i - 1].kind == "cold":
+                    continue  # the next list comes after the answer, and with an empty list nobody waits
+                writes |= {"acc"}  # each thread adds up its neurons there
             if (reads | writes) & written or writes & read:
                 sync[i - 1] = 1
                 read, written = set(), set()
             read |= reads
             written |= writes
-        sync[-1] = 1
-        return sync
+        return sync[:-1] + [1] * len(sync[-1:])
 
     def _shared(self, names: tuple[str, ...]) -> set[str]:
         return {n for n in names if n not in _ALWAYS_PRIVATE and (self.many or n not in _PRIVATE)}
@@ -353,22 +373,37 @@ class Lowering:
     def _ffn(self, op: Op) -> dict:
         key, value, *predictor = op.weights
         assert value is not None
+        fields = self._neurons(op.layer, key, value)
+        return fields | self._predictor(op.layer, *predictor) if predictor else fields
+
+    def _neurons(self, layer: int, key: Matrix | None, value: Matrix) -> dict:
+        """What each thread's own neurons are computed from, and into. key None: the keys are there already."""
         b, acc = self.buffers, self.area("acc")
-        fields = self._from("h") | self._activation(op.layer) | {
-            "rows": self.config.n_ff[op.layer], "cols": value.cols, "sparse": self._skips(op.layer),
+        fields = self._from("h") | self._activation(layer) | {
+            "rows": self.config.n_ff[layer], "cols": value.cols, "sparse": self._skips(layer),
             "aux": b.shared["g"].addr, "ld_aux": b.shared["g"].ld, "aux2": b.private["ids"],
             "dstb": b.private["values"], "ld_list": b.ld_list, "lengths": b.private["lengths"], "private": 1,
         } | {"dst": acc.addr, "ld_dst": acc.ld}  # fmt: skip
-        if key is not None:  # otherwise the keys are in `g`
+        if key is not None:
             fields |= {"qt": key.ggml_type, "w": key.addr, "stride": key.stride}
-        if predictor:
-            fields |= self._predictor(op.layer, *predictor)
         if not self.config.gated:
             return fields | {"qt3": value.ggml_type, "w3": value.addr, "stride3": value.stride}
         bundle = 2 * value.stride  # up row, down column
         return fields | {
             "qt2": value.ggml_type, "w2": value.addr, "stride2": bundle,
             "qt3": value.ggml_type, "w3": value.addr + value.stride, "stride3": bundle,
+        }  # fmt: skip
+
+    def _cold(self, op: Op) -> dict:
+        """An FFN whose input and list of neurons come from the mailbox; its answer goes there."""
+        key, value = op.weights
+        mailbox = self.buffers.mailbox
+        assert value is not None and mailbox is not None and not self.many
+        key = None if op.mode == "keys" else key
+        rows = (key, value if self.config.gated else None)  # those that meet the input
+        return self._neurons(op.layer, key, value) | mailbox.addresses(op.layer) | {
+            "predictor": _COLD_CODES[op.mode], "first": op.neurons[0] if op.neurons else 0,
+            "quant": any(m is not None and m.ggml_type in formats.QUANTIZED for m in rows),
         }  # fmt: skip
 
     def _skips(self, layer: int) -> bool:

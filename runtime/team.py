@@ -23,6 +23,7 @@ import numpy as np
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.kernels import simd, sync, walk
 from hotcold.runtime.kernels.cache import compile_cached
+from hotcold.runtime.kernels.cold import LATE, WRONG
 from hotcold.runtime.program import aligned
 from hotcold.runtime.threads import usable_cpus
 
@@ -89,7 +90,7 @@ class Team:
             self._abandon()  # one still under way after several Ctrl-C; otherwise nothing
             for word, value in arguments.items():
                 self.control[word] = value
-            self.control[walk.ABORT] = 0
+            self.control[walk.ABORT] = self.control[walk.TROUBLE] = 0
             if self._closing:
                 raise HotcoldError("the model is closed")
             try:
@@ -99,6 +100,7 @@ class Team:
                 self._abandon()
                 raise
             self._raise_failure()
+            self._raise_trouble()
             if self.control[walk.ABORT]:
                 raise HotcoldError("the model was closed while it was computing")
 
@@ -131,6 +133,21 @@ class Team:
     def _raise_failure(self) -> None:
         if self._failure:
             raise HotcoldError(f"the model cannot compute any more, open it again: {self._failure}")
+
+    def _raise_trouble(self) -> None:
+        """What made a worker end the run. The next run may go well."""
+        kind, layer = int(self.control[walk.TROUBLE]) >> 32, int(self.control[walk.TROUBLE]) & 0xFFFFFFFF
+        if kind == LATE:
+            patience = self.control[walk.A_PATIENCE] / 1e9
+            raise HotcoldError(
+                f"layer {layer}: waited {patience:g} s for the GPU's list of neurons and none came: the GPU has failed "
+                "or is busy with other work; try again, or run without the GPU"
+            )
+        if kind == WRONG:
+            raise HotcoldError(
+                f"layer {layer}: what came from the GPU is no list of this layer's cold neurons, which is an error in "
+                "hotcold or of the GPU; run without the GPU"
+            )
 
     def _abandon(self) -> None:
         """Make the team leave a run that is under way, and wait for that; more Ctrl-C cannot stop the waiting."""

@@ -13,6 +13,7 @@ What decides that a neuron is off:
     its key, against the layer's threshold            ReLU family
     |activation * up|, against the threshold          SiLU and GELU with thresholds (o.magnitude): up rows are read too
     a predictor's score (o.predictor), before its key row is read; the key then decides as above
+    the GPU (o.predictor), which sends candidates, or neurons that fire with their values; see cold.py
 """
 
 import numpy as np
@@ -36,15 +37,25 @@ from hotcold.runtime.kernels.vector import DRELU, activate
 CHUNK = 32
 SEGMENT = 512  # neurons whose rows all tokens use before the next ones: so many that they stay in the cache
 LIST_PADDING = 16  # entries a list may be read past its end
-SCORES, SIGNS = 1, 2  # o.predictor: scores are rows . hidden values; scores are counts of equal signs
+# o.predictor: scores are rows . hidden values; scores are counts of equal signs; the candidates are listed already;
+# the neurons that fire are, with their activated keys.
+SCORES, SIGNS, CANDIDATES, VALUES = 1, 2, 3, 4
+
+
+@njit
+def own_chunks(o, t, n_threads):
+    """range() arguments: where this thread's chunks of neurons o.first..o.rows-1 begin. The first may begin before."""
+    behind = (t - o.first // CHUNK) % n_threads  # chunks from that of o.first to this thread's next one
+    return (o.first // CHUNK + behind) * CHUNK, o.rows, n_threads * CHUNK
 
 
 @njit(inline="always")
 def own_products(o, t, n_threads, n_tok, x, xb):
     """keys[j][i] = key row i . x[j] (+ bias) for this thread's neurons, all tokens of a chunk together."""
     gap = (n_threads - 1) * CHUNK
-    for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
-        r1 = min(r0 + CHUNK, o.rows)
+    start, end, step = own_chunks(o, t, n_threads)
+    for chunk in range(start, end, step):
+        r0, r1 = max(chunk, o.first), min(chunk + CHUNK, o.rows)
         for j in range(n_tok):
             keys = o.aux + j * o.ld_aux
             matvec(o.qt, o.w, o.stride, r0, r1, o.cols, x + j * o.ld_src, xb + j * o.ld_srcb, keys, gap)
@@ -57,8 +68,9 @@ def own_products(o, t, n_threads, n_tok, x, xb):
 def own_list(o, t, n_threads, keys, ids, values):
     """List this thread's neurons in order of id, with their key; only those whose key is above it if o.sparse."""
     n = 0
-    for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
-        r1 = min(r0 + CHUNK, o.rows)
+    start, end, step = own_chunks(o, t, n_threads)
+    for chunk in range(start, end, step):
+        r0, r1 = max(chunk, o.first), min(chunk + CHUNK, o.rows)
         if o.sparse and not o.magnitude:
             for r in range(r0, r1):
                 key = load_f32(keys + 4 * r)
@@ -237,19 +249,26 @@ def add_neurons(o, w2, n_tok, own, x, xb):
 def list_neurons(o, t, n_threads, j, own, x, xb):
     """Token j's list of neurons that are computed, with their activated values. Returns (key rows read, length)."""
     keys, ids, values = o.aux + j * o.ld_aux, o.aux2 + own + j * o.ld_list, o.dstb + own + j * o.ld_list
-    if o.predictor:
+    if o.predictor == VALUES:
+        checked, n = 0, load_i64(o.lengths + own + 8 * j)
+    elif o.predictor:
         if o.predictor == SIGNS:
             sign_scores(o, t, n_threads, x, o.signs + own, keys)
-        checked = own_candidates(o, t, n_threads, keys, ids)
+        if o.predictor == CANDIDATES:
+            checked = load_i64(o.lengths + own + 8 * j)
+        else:
+            checked = own_candidates(o, t, n_threads, keys, ids)
         pad_list(checked, ids, values)
         listed_keys(o, checked, ids, x, xb, values)
         n = checked if o.magnitude or not o.sparse else keep_above(o.threshold, checked, ids, values)
     else:
         n = own_list(o, t, n_threads, keys, ids, values)
         checked = 0
-        for r0 in range(t * CHUNK, o.rows, n_threads * CHUNK):
-            checked += min(CHUNK, o.rows - r0)
-    activate(o.act, o.threshold, values, values, n)
+        start, end, step = own_chunks(o, t, n_threads)
+        for chunk in range(start, end, step):
+            checked += min(chunk + CHUNK, o.rows) - max(chunk, o.first)
+    if o.predictor != VALUES:
+        activate(o.act, o.threshold, values, values, n)
     if o.magnitude:
         if o.w2:
             pad_list(n, ids, values)
@@ -265,6 +284,7 @@ def sparse_ffn(o, t, n_threads, n_tok, own):
 
     src, srcb: x; aux: keys, shared (each thread writes its own neurons'), w = 0: they are there already; aux2, dstb:
     lists of ids and of values, ld_list bytes from one token's to the next; lengths: 2 words a token; dst: accumulators.
+    first: neurons before it are left out (not with a predictor).
     """
     x, xb = o.src + own, o.srcb + own
     if o.predictor == SCORES:

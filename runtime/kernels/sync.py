@@ -1,6 +1,6 @@
 """Atomics on raw addresses and the barrier of the worker team.
 
-In: addresses of 64-bit words. Out: barrier(), atomic_*. Next: walk.py.
+In: addresses of 64-bit words. Out: barrier(), atomic_*, sleep_on(), now_ns(). Next: cold.py, walk.py.
 
 Who waits at a barrier first spins, then sleeps in the kernel until the last to arrive wakes it. Giving the core away by
 sched_yield() instead was measured to be 10 to 80 times slower where other programs want the cores: each yield costs
@@ -24,8 +24,10 @@ BROKEN = 24  # not 0: a thread will never arrive, so nobody may wait for it
 ALONE, CROWDED = 2000, 100  # such pauses where every thread has a core (about 50 us), and where it has not
 
 _NAP = 20_000_000  # ns: so often a sleeper looks whether the team is broken
+_MONOTONIC = 6 if "darwin" in isa.target()[0] else 1  # the system's number of the clock
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(isa.target()[0].split("-")[0]) if "linux" in isa.target()[0] else None
 _WAIT, _WAKE = 128, 129  # of threads of this process
+_TIMESPEC = ir.LiteralStructType([I64, I64])  # seconds, ns
 
 
 @emit(types.int64, addr)
@@ -48,24 +50,41 @@ def atomic_swap(b: ir.IRBuilder, a, v):
     return b.atomic_rmw("xchg", pointer(b, a, I64), v, "seq_cst")
 
 
+@emit(types.int64, addr, types.int64, types.int64)
+def atomic_claim(b: ir.IRBuilder, a, seen, v):
+    """Put v where `seen` is. Returns what was there: `seen` if this thread has put v there."""
+    return b.extract_value(b.cmpxchg(pointer(b, a, I64), seen, v, "seq_cst", "seq_cst"), 0)
+
+
 @emit(types.void)
 def pause(b: ir.IRBuilder):
     if X86:
         call(b, "llvm.x86.sse2.pause", VOID)
 
 
-@emit(types.void, addr, types.int64)
-def sleep_on(b: ir.IRBuilder, word, value):
-    """Sleep until wake(word), at most _NAP; not at all if the low half of the word is no longer that of `value`."""
+@emit(types.int64)
+def now_ns(b: ir.IRBuilder):
+    """A clock that only goes forward, in ns; on Windows it moves in steps of some 16 ms."""
+    if "windows" in isa.target()[0]:
+        return b.mul(call(b, "GetTickCount64", I64), I64(1_000_000))
+    cell = cgutils.alloca_once(b, _TIMESPEC)
+    call(b, "clock_gettime", I32, I32(_MONOTONIC), b.ptrtoint(cell, I64))
+    seconds, rest = (b.load(b.gep(cell, [I32(0), I32(i)])) for i in (0, 1))
+    return b.add(b.mul(seconds, I64(1_000_000_000)), rest)
+
+
+@emit(types.void, addr, types.int64, types.int64)
+def sleep_on(b: ir.IRBuilder, word, value, ns):
+    """Sleep until wake(word), at most ns; not at all if the low half of the word is no longer that of `value`."""
     if _FUTEX is None:  # as short as the system can
         if "windows" in isa.target()[0]:
             call(b, "SwitchToThread", I32)
         else:
             call(b, "usleep", I32, I32(1))
         return
-    timespec = ir.LiteralStructType([I64, I64])
-    cell = cgutils.alloca_once(b, timespec)
-    b.store(ir.Constant(timespec, [I64(0), I64(_NAP)]), cell)
+    cell = cgutils.alloca_once(b, _TIMESPEC)
+    b.store(I64(0), b.gep(cell, [I32(0), I32(0)]))
+    b.store(ns, b.gep(cell, [I32(0), I32(1)]))
     _futex(b, word, _WAIT, b.and_(value, I64(0xFFFFFFFF)), b.ptrtoint(cell, I64))
 
 
@@ -98,7 +117,7 @@ def wait_phase(word, phase):
         if atomic_load(word + BROKEN) != 0:
             value = phase | ABORTED
         else:
-            sleep_on(word, value)
+            sleep_on(word, value, _NAP)
             value = atomic_load(word)
     atomic_add(word + SLEEPERS, -1)
     return value

@@ -14,6 +14,7 @@ from numba import njit
 from hotcold.runtime.kernels.attention import attend_few, store_cache
 from hotcold.runtime.kernels.attention_block import attend_block
 from hotcold.runtime.kernels.blocks import few_tokens, matmul, matmul_columns
+from hotcold.runtime.kernels.cold import LATE, SKIPPED, WORKED, WRONG, answer, await_list, take_list
 from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
 from hotcold.runtime.kernels.formats import F32, PACK_TOKENS
 from hotcold.runtime.kernels.rows import NONE, ONE, ZERO, axpy4, copy_row, part_unit, row_part
@@ -29,7 +30,7 @@ from hotcold.runtime.kernels.simd import (
     store_i32,
     store_i64,
 )
-from hotcold.runtime.kernels.sync import atomic_load, atomic_store, atomic_swap, barrier, pause
+from hotcold.runtime.kernels.sync import atomic_load, atomic_store, atomic_swap, barrier, now_ns, pause
 from hotcold.runtime.kernels.tiles import FLOAT_ROWS, LANES
 from hotcold.runtime.kernels.vector import (
     activate,
@@ -58,23 +59,26 @@ OP = np.dtype(
             "ld_aux", "ld_list", "lengths", "ids",
             "predictor", "qt4", "w4", "stride4", "cols4", "bias4", "hidden", "ld_hidden", "hiddenb", "ld_hiddenb",
             "signs",
+            "first", "header", "mail_ids", "mail_values", "mail_h", "mail_out", "done", "desk",
         )
     ]  # fmt: skip
     + [(name, np.float32) for name in ("scale", "threshold", "eps", "threshold4")],
     align=True,
 )
 
-EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN, HIDDEN, COLUMNS, MARK, LIST = range(14)
+EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN, HIDDEN, COLUMNS, MARK, LIST, COLD = range(15)
 CHECKED, COMPUTED = 0, 1  # words of A_COUNTS per layer and thread: key rows read, neurons computed
 
 # Control block: int64 words. The first ones, where threads spin, have a cache line each.
 GO, ARRIVED, RELEASED, ABORT, FINISHED = (8 * i for i in range(5))  # GO and FINISHED count runs
+TROUBLE = FINISHED + 1  # not 0: why a cold operator made the team stop, LATE or WRONG << 32 | layer
 # Arguments of a run, written before GO is raised.
 (
     A_PROGRAM, A_TOKENS, A_N_TOK, A_POS, A_FIRST_OUT, A_LOGITS, A_COUNTS, A_ARENA, A_ARENA_SIZE, A_COS, A_SIN,
-    A_ROPE_ROW, A_FIRST_OP, A_END_OP, A_CYCLES,
-) = range(40, 55)  # fmt: skip
-OWN = 56  # one line per thread from here: parked flag, last run seen, barriers passed
+    A_ROPE_ROW, A_FIRST_OP, A_END_OP, A_CYCLES, A_SEQ, A_PATIENCE, A_STAMPS,
+) = range(40, 58)  # fmt: skip
+LISTENS, RECEIVED, ANSWERED = 0, 1, 2  # words of A_STAMPS per layer and thread, now_ns(): of a cold operator
+OWN = 64  # one line per thread from here: parked flag, last run seen, barriers passed
 OWN_PARKED, OWN_SEEN, OWN_PHASE = 0, 1, 2
 
 EXIT = -1  # number of tokens that tells the workers to leave
@@ -266,8 +270,8 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
     if o.op == MATMUL:
         if n_tok > first:
             _matmul(o, t, n_threads, first, n_tok, own, scratch, load_i64(ctl + 8 * A_LOGITS))
-    elif o.op == FFN:
-        checked, n = sparse_ffn(o, t, n_threads, n_tok, own)
+    elif o.op == FFN or o.op == COLD:
+        checked, n = sparse_ffn(o, t, n_threads, n_tok if o.op == FFN else 1, own)
         at = load_i64(ctl + 8 * A_COUNTS) + 16 * (o.layer * n_threads + t)
         store_i64(at + 8 * CHECKED, load_i64(at + 8 * CHECKED) + checked)
         store_i64(at + 8 * COMPUTED, load_i64(at + 8 * COMPUTED) + n)
@@ -307,9 +311,55 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
 
 
 @njit(inline="always")
+def _stamp(o, t, n_threads, ctl, which):
+    """Note when this thread has got so far in a cold operator."""
+    stamps = load_i64(ctl + 8 * A_STAMPS)
+    if stamps:
+        store_i64(stamps + 24 * (o.layer * n_threads + t) + 8 * which, now_ns())
+
+
+@njit(inline="always")
+def _receive(o, t, n_threads, ctl):
+    """Wait for the list of a cold operator. Returns its length, or below 0: the team stops at its next barrier.
+
+    Threads may come to that barrier at different places of the program. All of them stop there, because ABORT was
+    raised before the first that leaves out something has arrived.
+    """
+    _stamp(o, t, n_threads, ctl, LISTENS)
+    seq = load_i64(ctl + 8 * A_SEQ) + o.layer
+    count = await_list(o.header, o.desk, seq, ctl + 8 * ABORT, ctl + 8 * RELEASED, load_i64(ctl + 8 * A_PATIENCE))
+    _stamp(o, t, n_threads, ctl, RECEIVED)
+    if t == 0 and count >= 0:
+        at = o.desk + (WORKED if count else SKIPPED)
+        store_i64(at, load_i64(at) + 1)
+    if count > 0:
+        count = take_list(o, count, t, n_threads, t * load_i64(ctl + 8 * A_ARENA_SIZE))
+    if count == LATE or count == WRONG:
+        atomic_store(ctl + 8 * TROUBLE, count << 32 | o.layer)
+        atomic_store(ctl + 8 * ABORT, 1)
+    return count
+
+
+@njit(inline="always")
+def _answer(o, t, n_threads, ctl):
+    """All threads have computed their part of a cold operator: add the parts, and tell the GPU."""
+    r0, r1 = share(o.cols, 16, t, n_threads)
+    answer(o, r0, r1, n_threads, load_i64(ctl + 8 * A_ARENA_SIZE), load_i64(ctl + 8 * A_SEQ) + o.layer)
+    _stamp(o, t, n_threads, ctl, ANSWERED)
+
+
+@njit
+def _meet(t, n_threads, ctl):
+    """Barrier. True: the team stops here."""
+    phase_word = ctl + 8 * (OWN + 8 * t + OWN_PHASE)
+    phase = load_i64(phase_word) + 1
+    store_i64(phase_word, phase)
+    return barrier(ctl + 8 * ARRIVED, n_threads, phase, ctl + 8 * ABORT)
+
+
+@njit(inline="always")
 def _run(program, t, n_threads, ctl):
     """Operators A_FIRST_OP..A_END_OP-1 for the tokens of this run; ABORT ends it early, for the whole team."""
-    phase_word = ctl + 8 * (OWN + 8 * t + OWN_PHASE)
     n_tok = load_i64(ctl + 8 * A_N_TOK)
     pos = load_i64(ctl + 8 * A_POS)
     first_out = load_i64(ctl + 8 * A_FIRST_OUT)
@@ -317,16 +367,20 @@ def _run(program, t, n_threads, ctl):
     cycles = load_i64(ctl + 8 * A_CYCLES)
     for i in range(load_i64(ctl + 8 * A_FIRST_OP), end):
         o = program[i]
+        listed = _receive(o, t, n_threads, ctl) if o.op == COLD else 1
         began = read_cycles() if cycles else 0
-        _step(o, t, n_threads, n_tok, pos, first_out, ctl)
+        if listed > 0:
+            _step(o, t, n_threads, n_tok, pos, first_out, ctl)
         if cycles:
             at = cycles + 8 * (i * n_threads + t)
             store_i64(at, load_i64(at) + read_cycles() - began)
-        if o.sync or i == end - 1:  # the last one ends the run
-            phase = load_i64(phase_word) + 1
-            store_i64(phase_word, phase)
-            if barrier(ctl + 8 * ARRIVED, n_threads, phase, ctl + 8 * ABORT):
+        if o.op == COLD and listed != 0:
+            if _meet(t, n_threads, ctl):
                 return
+            _answer(o, t, n_threads, ctl)
+        if o.sync and i < end - 1 and _meet(t, n_threads, ctl):
+            return
+    _meet(t, n_threads, ctl)  # ends the run, of no operators as well: none may start the next one early
 
 
 @njit(inline="always")
