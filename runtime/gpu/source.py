@@ -161,7 +161,7 @@ def module_source(name: str, folder: Path = FOLDER) -> str:
             line = text[: match.start()].count("\n") + 2
             return f'{read(match[1], f"{file}: ")}\n#line {line} "{file}"'
 
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8").replace("#pragma once", "")  # compilers complain: no header is left
         return f'#line 1 "{file}"\n' + _INCLUDE.sub(include, text)
 
     return read(f"{name}.cu", "")

@@ -78,7 +78,7 @@ struct Fibre {
     unsigned id;
     State state;
     unsigned mask;         // of the collective that it waits in
-    int collective, from;  // from: the lane that it reads; outside 0..31: none
+    int collective, from;  // from: the lane that it reads; negative: none
     alignas(16) unsigned char in[16], out[16];
 #if !defined(__x86_64__)
     ucontext_t context;
@@ -91,6 +91,7 @@ struct Block {
     uint3 index;
     dim3 threads, grid;
     unsigned n, alive, at_barrier;
+    unsigned live[MAX_THREADS / WARP], waiting[MAX_THREADS / WARP];  // a bit per lane; waiting: in a collective
     int votes, counted;  // of __syncthreads_count and its kin: collecting, last result
     char* shared;
     void* scheduler;
@@ -101,11 +102,13 @@ struct Block {
     double began;
     unsigned order[MAX_THREADS];
     uint64_t random;
+    char* stacks;  // of MAX_THREADS fibres
+    Block* next;   // of those that are free
 #if !defined(__x86_64__)
     ucontext_t scheduler_context;
 #endif
 };
-inline thread_local Block* current = nullptr;  // the only such variable that is not __shared__: see poison_shared
+inline thread_local Block* current = nullptr;  // the only such variable that is not __shared__
 
 #if defined(__SANITIZE_ADDRESS__)
 extern "C" void __asan_unpoison_memory_region(void const volatile*, size_t);
@@ -163,28 +166,24 @@ inline int barrier(int vote) {
 
 // Completes the collective that `one` waits in if all lanes of its mask that still live wait in the same one.
 inline void open_collective(Block& b, const Fibre& one) {
-    Fibre* warp = b.fibres + (one.id & ~(WARP - 1));
-    const unsigned lanes = b.n - (one.id & ~(WARP - 1));
-    unsigned part = 0, votes = 0;
-    const unsigned mask = one.mask;
-    const int collective = one.collective;
-    for (unsigned i = 0; i < WARP && i < lanes; i++) {
-        Fibre& f = warp[i];
-        if (!(mask >> i & 1) || f.state == DONE) continue;
-        if (f.state != COLLECTIVE || f.mask != mask || f.collective != collective) return;
-        part |= 1u << i;
-        votes |= unsigned(f.in[0]) << i;
+    const unsigned w = one.id / WARP, mask = one.mask, part = mask & b.live[w];
+    if (part & ~b.waiting[w]) return;
+    Fibre* const warp = b.fibres + w * WARP;
+    unsigned votes = 0;
+    for (unsigned i = 0; i < WARP; i++) {
+        if (!(part >> i & 1)) continue;
+        if (warp[i].mask != mask || warp[i].collective != one.collective) return;
+        votes |= unsigned(warp[i].in[0]) << i;
     }
     for (unsigned i = 0; i < WARP; i++) {
         if (!(part >> i & 1)) continue;
         Fibre& f = warp[i];
-        if (collective == BALLOT) memcpy(f.out, &votes, 4);
-        else if (collective != SYNCWARP && f.from >= 0 && f.from < int(WARP) && (part >> f.from & 1))
-            memcpy(f.out, warp[f.from].in, 16);
+        f.state = READY;
+        if (f.collective == BALLOT) memcpy(f.out, &votes, 4);
+        else if (f.from >= 0 && (part >> f.from & 1)) memcpy(f.out, warp[f.from].in, 16);
         else memset(f.out, 0xFF, 16);
     }
-    for (unsigned i = 0; i < WARP; i++)
-        if (part >> i & 1) warp[i].state = READY;
+    b.waiting[w] &= ~part;
 }
 
 inline unsigned lane() { return current->running->id & (WARP - 1); }
@@ -197,6 +196,7 @@ inline void collective(int which, unsigned mask, int from) {
         for (;;) to_scheduler(b);
     }
     f.mask = mask, f.collective = which, f.from = from, f.state = COLLECTIVE;
+    b.waiting[f.id / WARP] |= 1u << lane();
     open_collective(b, f);
     while (f.state == COLLECTIVE) to_scheduler(b);
 }
@@ -234,15 +234,16 @@ inline void fibre_main() {
     Fibre& f = *b.running;
     f.state = DONE;
     b.alive--;
+    b.live[f.id / WARP] &= ~(1u << lane());
     open_barrier(b);
-    for (unsigned i = f.id & ~(WARP - 1); i < b.n && i < (f.id | (WARP - 1)) + 1; i++)
-        if (b.fibres[i].state == COLLECTIVE) open_collective(b, b.fibres[i]);
+    for (unsigned i = 0; i < WARP; i++)
+        if (b.waiting[f.id / WARP] >> i & 1) open_collective(b, b.fibres[f.id / WARP * WARP + i]);
     for (;;) to_scheduler(b);
 }
 
-inline void start_fibre(Block& b, unsigned i, char* stacks) {
+inline void start_fibre(Block& b, unsigned i) {
     Fibre& f = b.fibres[i];
-    char* stack = stacks + size_t(i) * STACK;
+    char* stack = b.stacks + size_t(i) * STACK;
     f.id = i, f.state = READY;
     f.thread = {i % b.threads.x, i / b.threads.x % b.threads.y, i / (b.threads.x * b.threads.y)};
 #if defined(__x86_64__)
@@ -299,10 +300,13 @@ inline unsigned run_ready(Block& b, unsigned first, unsigned last) {
 
 // schedule 0: threads in turns, first to last. 1: last to first. 2: the first warp as far as it gets, then the next.
 // 3: the last warp first, as far as it gets. More: in turns, in an order drawn anew each time.
-inline void run_block(Block& b, unsigned schedule, char* stacks) {
+inline void run_block(Block& b, unsigned schedule) {
     b.alive = b.n, b.at_barrier = 0, b.votes = 0;
+    memset(b.live, 0, sizeof(b.live));
+    memset(b.waiting, 0, sizeof(b.waiting));
     for (unsigned i = 0; i < b.n; i++) {
-        start_fibre(b, i, stacks);
+        start_fibre(b, i);
+        b.live[i / WARP] |= 1u << i % WARP;
         b.order[i] = schedule % 2 && schedule < 4 ? b.n - 1 - i : i;
     }
     const bool greedy = schedule == 2 || schedule == 3;
@@ -324,22 +328,46 @@ inline void run_block(Block& b, unsigned schedule, char* stacks) {
     }
 }
 
-// __shared__ variables are the library's thread-local segment: fill that of this thread, all but `current`.
-inline void poison_shared() {
-    Block* const keep = current;
-    auto visit = [](dl_phdr_info* info, size_t, void*) {
-        const char* here = reinterpret_cast<const char*>(&current);
+// __shared__ variables are the library's thread-local segment, with `current` among them; -> that of this thread.
+struct Segment { char* data; size_t size; };
+inline Segment shared_segment() {
+    Segment found{nullptr, 0};
+    auto visit = [](dl_phdr_info* info, size_t, void* result) {
+        char* here = reinterpret_cast<char*>(&current);
         for (int i = 0; i < info->dlpi_phnum; i++) {
             char* data = static_cast<char*>(info->dlpi_tls_data);
             const size_t size = info->dlpi_phdr[i].p_memsz;
             if (info->dlpi_phdr[i].p_type != PT_TLS || !data || here < data || here >= data + size) continue;
-            memset(data, 0xFF, size);
+            *static_cast<Segment*>(result) = {data, size};
             return 1;
         }
         return 0;
     };
-    dl_iterate_phdr(visit, nullptr);
-    current = keep;
+    dl_iterate_phdr(visit, &found);
+    return found;
+}
+
+// Blocks with their stacks are used again: touching new pages costs more than running a small kernel.
+inline Block* free_blocks = nullptr;
+inline bool free_blocks_lock = false;
+inline Block* take_block() {
+    while (__atomic_test_and_set(&free_blocks_lock, __ATOMIC_ACQUIRE)) sched_yield();
+    Block* b = free_blocks;
+    if (b) free_blocks = b->next;
+    __atomic_clear(&free_blocks_lock, __ATOMIC_RELEASE);
+    if (b) return b;
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* stacks = mmap(nullptr, MAX_THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
+    b = static_cast<Block*>(calloc(1, sizeof(Block)));
+    if (!b || stacks == MAP_FAILED) abort();
+    b->stacks = static_cast<char*>(stacks);
+    return b;
+}
+inline void give_block(Block* b) {
+    while (__atomic_test_and_set(&free_blocks_lock, __ATOMIC_ACQUIRE)) sched_yield();
+    b->next = free_blocks;
+    free_blocks = b;
+    __atomic_clear(&free_blocks_lock, __ATOMIC_RELEASE);
 }
 
 template <class... A, size_t... I>
@@ -361,41 +389,32 @@ template <class... A>
 int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* threads, size_t shared, void** args,
            unsigned schedule, char* error, size_t error_size) {
     Call<A...> job{kernel, args};
-    Block* b = static_cast<Block*>(calloc(1, sizeof(Block)));
-    b->n = threads[0] * threads[1] * threads[2];
-    char* stacks = static_cast<char*>(
-        mmap(nullptr, b->n * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     void* dynamic = nullptr;
     error[0] = 0;
+    if (posix_memalign(&dynamic, 128, shared ? shared : 1)) abort();
+    Block* const b = take_block();
+    b->n = threads[0] * threads[1] * threads[2];
     b->error = error, b->error_size = error_size;
-    if (stacks == MAP_FAILED || posix_memalign(&dynamic, 128, shared ? shared : 1)) {
-        fail(*b, "no memory for the stacks of %u threads", b->n);
-        free(b);
-        return 1;
-    }
     b->threads = {threads[0], threads[1], threads[2]}, b->grid = {grid[0], grid[1], grid[2]};
     b->kernel = &Call<A...>::run, b->kernel_args = &job, b->began = seconds();
     b->shared = static_cast<char*>(dynamic), b->random = schedule * 0x9E3779B97F4A7C15ull + 1;
-    current = b;
+    const Segment segment = shared_segment();
     const uint64_t blocks = uint64_t(grid[0]) * grid[1] * grid[2];
     const uint64_t shift = schedule > 3 ? draw(*b, unsigned(blocks)) : 0;
     for (uint64_t k = 0; k < blocks && !error[0]; k++) {
         const uint64_t i = schedule % 2 ? blocks - 1 - k : (k + shift) % blocks;
         b->index = {unsigned(i % grid[0]), unsigned(i / grid[0] % grid[1]), unsigned(i / grid[0] / grid[1])};
         memset(dynamic, 0xFF, shared);
-        poison_shared();
+        memset(segment.data, 0xFF, segment.size);
+        current = b;
 #if defined(__SANITIZE_ADDRESS__)
-        __asan_unpoison_memory_region(stacks, b->n * STACK);  // frames of the last block were left, not returned from
+        __asan_unpoison_memory_region(b->stacks, b->n * STACK);  // the last block's frames were left, not returned from
 #endif
-        run_block(*b, schedule, stacks);
+        run_block(*b, schedule);
     }
     current = nullptr;
-#if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(stacks, b->n * STACK);
-#endif
-    munmap(stacks, b->n * STACK);
+    give_block(b);
     free(dynamic);
-    free(b);
     return error[0] != 0;
 }
 }  // namespace cuda_on_cpu

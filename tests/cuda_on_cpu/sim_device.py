@@ -9,156 +9,22 @@ on a GPU. `counts` counts calls of the protocol, `launches` kernels that really 
 
 from __future__ import annotations
 
-import queue
-import random
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cuda_on_cpu.build import Library
+from cuda_on_cpu.sim_memory import Memory, SimArray
+from cuda_on_cpu.sim_streams import LIMIT, Capture, Captured, Op, SimEvent, SimGraph, SimStream
 from hotcold.runtime.gpu.device import DeviceError, DeviceMemoryError, Dim, Host
-
-ALIGN, GUARD = 256, 256  # bytes; memory of a GPU is aligned so as well
-LIMIT = 120.0  # seconds until waiting counts as hanging
-Op = Callable[[], None]
-
-
-class SimArray:
-    """Memory of the device. Only the device's calls see its values: NumPy would not see a GPU's either."""
-
-    def __init__(self, values: Host, owner: object) -> None:
-        self.values, self.owner = values, owner  # owner: what keeps the memory
-
-    shape = property(lambda self: self.values.shape)
-    dtype = property(lambda self: self.values.dtype)
-    nbytes = property(lambda self: self.values.nbytes)
-    size = property(lambda self: self.values.size)
-    ndim = property(lambda self: self.values.ndim)
-    flags = property(lambda self: self.values.flags)
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int | slice) -> SimArray:
-        if not isinstance(index, (int, np.integer, slice)):
-            raise DeviceError("a device array is sliced along its first axis only")
-        if not isinstance(index, slice):
-            if not -len(self.values) <= index < len(self.values):
-                raise IndexError(index)
-            return SimArray(self.values[int(index)][...], self.owner)
-        return SimArray(self.values[index], self.owner)
-
-    def reshape(self, *shape: Any) -> SimArray:
-        values = self.values.reshape(*shape)
-        assert np.shares_memory(values, self.values) or not values.size, "reshape of a view that is not contiguous"
-        return SimArray(values, self.owner)
-
-    def view(self, dtype: npt.DTypeLike) -> SimArray:
-        return SimArray(self.values.view(dtype), self.owner)
-
-    def __array__(self, *_: Any, **__: Any) -> Host:
-        raise DeviceError("a device array was used as one of NumPy: download it")
-
-
-class _Memory:
-    """Bytes with guards; `payload` outlives this object where queued work still refers to it, as 0xFF."""
-
-    def __init__(self, n: int, fill: int, freed: Callable[[int], None]) -> None:
-        raw = np.full(n + 2 * GUARD + ALIGN, 0xA5, np.uint8)
-        at = GUARD + -(raw.ctypes.data + GUARD) % ALIGN
-        self.raw, self.at, self.n = raw, at, n
-        self.payload = raw[at : at + n]
-        self.payload[...] = fill
-        weakref.finalize(self, _Memory._free, self.payload, n, freed)
-
-    @staticmethod
-    def _free(payload: Host, n: int, freed: Callable[[int], None]) -> None:
-        payload[...] = 0xFF
-        freed(n)
-
-    def intact(self) -> bool:
-        return bool((self.raw[: self.at] == 0xA5).all() and (self.raw[self.at + self.n :] == 0xA5).all())
-
-
-class SimEvent:
-    def __init__(self) -> None:
-        self.wanted = self.done = 0  # records queued, and passed
-        self.changed = threading.Condition()
-        self.captured: tuple[_Capture, object] | None = None
-
-
-class SimStream:
-    """In-order queue on a thread. After an error of the device only what others wait for is still done."""
-
-    def __init__(self, device: SimDevice, seed: int) -> None:
-        self.device, self.capture = device, None  # type: SimDevice, _Capture | None
-        self._queue: queue.SimpleQueue[tuple[Op, bool] | None] = queue.SimpleQueue()
-        self._random = random.Random(seed)
-        self._thread = threading.Thread(target=self._run, name="sim stream", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            op, always = item
-            if self.device.jitter and self._random.random() < 0.5:
-                time.sleep(self._random.random() * self.device.jitter)
-            if self.device.error is None or always:
-                try:
-                    op()
-                except BaseException as e:
-                    self.device.error = self.device.error or e
-
-    def put(self, op: Op, always: bool = False) -> None:
-        self._queue.put((op, always))
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(LIMIT)
-
-
-@dataclass
-class _Captured:
-    """One operator of a captured branch: work, or a meeting point that is recorded or waited for."""
-
-    work: Op | None = None
-    record: object | None = None
-    wait: object | None = None
-
-
-class _Capture:
-    def __init__(self, origin: SimStream) -> None:
-        self.origin = origin
-        self.branches: dict[SimStream, list[_Captured]] = {origin: []}
-        self.points: dict[object, tuple[SimStream, int]] = {}  # meeting point -> its branch, operators before it
-        self.open = True
-
-    def check_joined(self) -> None:
-        """Everything on other streams must lie before a point that the first stream waits for."""
-        covered = dict.fromkeys(self.branches, 0)
-        todo = [(self.origin, len(self.branches[self.origin]))]
-        while todo:
-            stream, upto = todo.pop()
-            fresh = self.branches[stream][covered[stream] : upto]
-            covered[stream] = max(covered[stream], upto)
-            todo += [self.points[op.wait] for op in fresh if op.wait is not None]
-        for stream, ops in self.branches.items():
-            if any(op.work for op in ops[covered[stream] :]):
-                raise DeviceError("capture: a stream that joined was not waited for at the end (unjoined work)")
-
-
-@dataclass
-class SimGraph:
-    origin: list[_Captured]
-    branches: list[list[_Captured]]
-    streams: list[SimStream] = field(default_factory=list)  # of the branches
 
 
 class SimDevice:
@@ -178,10 +44,10 @@ class SimDevice:
         self.used = self.peak = self.pinned_bytes = 0
         self._seed = seed
         self._lock = threading.Lock()
-        self._memories: weakref.WeakSet[_Memory] = weakref.WeakSet()
-        self._pinned: list[tuple[int, int, _Memory]] = []  # address, bytes
+        self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+        self._pinned: list[tuple[int, int, Memory]] = []  # address, bytes
         self._streams: list[SimStream] = []
-        self._capturing: _Capture | None = None
+        self._capturing: Capture | None = None
         self._failures: dict[tuple[str, bool], int] = {}
 
     # ---- what tests use beside the protocol
@@ -255,7 +121,7 @@ class SimDevice:
                 raise DeviceMemoryError(n, free)
             self.used += n
             self.peak = max(self.peak, self.used)
-        memory = _Memory(n, 0xFF, self._freed)
+        memory = Memory(n, 0xFF, self._freed, self.asan)
         self._memories.add(memory)
         return SimArray(memory.payload.view(dtype).reshape(shape), memory)
 
@@ -266,7 +132,7 @@ class SimDevice:
     def pinned(self, shape: Dim, dtype: npt.DTypeLike) -> tuple[Host, SimArray]:
         self._not_capturing("allocating")
         n = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        memory = _Memory(n, 0, lambda _: None)  # stays until close()
+        memory = Memory(n, 0, lambda _: None, self.asan)  # stays until close()
         self._pinned.append((memory.payload.ctypes.data, n, memory))
         self.pinned_bytes += n
         host = memory.payload.view(dtype).reshape(shape)
@@ -317,7 +183,7 @@ class SimDevice:
     def gemm(self, a: SimArray, b: SimArray, c: SimArray, stream: SimStream, *, add: bool = False) -> None:
         if stream.capture is not None:
             raise DeviceError("gemm: not while capturing")
-        m, n, k = (*c.shape, a.shape[-1])
+        (m, n), k = c.shape if c.ndim == 2 else (0, 0), a.shape[-1]
         kinds = (a.dtype, b.dtype, c.dtype) == (np.float16, np.float16, np.float32)
         if not kinds or a.shape != (m, k) or b.shape != (n, k) or not all(x.flags.c_contiguous for x in (a, b, c)):
             raise DeviceError(f"gemm: {a.dtype}{a.shape} by {b.dtype}{b.shape} into {c.dtype}{c.shape}")
@@ -342,7 +208,7 @@ class SimDevice:
 
     def _put(self, stream: SimStream, op: Op) -> None:
         if stream.capture is not None:
-            stream.capture.branches[stream].append(_Captured(work=op))
+            stream.capture.branches[stream].append(Captured(work=op))
         else:
             stream.put(op)
 
@@ -351,19 +217,14 @@ class SimDevice:
         if stream.capture is not None:
             point, ops = object(), stream.capture.branches[stream]
             stream.capture.points[point] = stream, len(ops)
-            ops.append(_Captured(record=point))
+            ops.append(Captured(record=point))
             event.captured = stream.capture, point
             return
         event.captured = None
         event.wanted += 1
         turn = event.wanted
 
-        def passed() -> None:
-            with event.changed:
-                event.done = max(event.done, turn)
-                event.changed.notify_all()
-
-        stream.put(passed, always=True)
+        stream.put(lambda: event.passed(turn), always=True)
 
     def wait(self, stream: SimStream, event: SimEvent) -> None:
         self.counts["wait"] += 1
@@ -372,7 +233,7 @@ class SimDevice:
             if not capture.open or stream.capture not in (None, capture):
                 raise DeviceError("wait: the event was recorded in another capture")
             stream.capture = capture
-            capture.branches.setdefault(stream, []).append(_Captured(wait=point))
+            capture.branches.setdefault(stream, []).append(Captured(wait=point))
             return
         if stream.capture is not None:
             raise DeviceError("wait: the event was recorded outside the capture")
@@ -413,8 +274,8 @@ class SimDevice:
     # ---- graphs
 
     @contextmanager
-    def _capture(self, stream: SimStream) -> Iterator[_Capture]:
-        capture = stream.capture = self._capturing = _Capture(stream)
+    def _capture(self, stream: SimStream) -> Iterator[Capture]:
+        capture = stream.capture = self._capturing = Capture(stream)
         try:
             yield capture
         finally:
@@ -434,17 +295,14 @@ class SimDevice:
         if stream.capture is not None:
             raise DeviceError("replay: not while capturing")
         self.counts["replay"] += 1
-        points: dict[object, SimEvent] = {}
-        for branch in (graph.origin, *graph.branches):
+        branches = (graph.origin, *graph.branches)
+        points = {op.record: SimEvent() for branch in branches for op in branch if op.record is not None}
+        for where, branch in zip((stream, *graph.streams), branches, strict=True):
             for op in branch:
                 if op.record is not None:
-                    points[op.record] = SimEvent()
-        for where, branch in zip((stream, *graph.streams), (graph.origin, *graph.branches), strict=True):
-            for op in branch:
-                if op.record is not None:
-                    where.put(lambda event=points[op.record]: _pass(event), always=True)
+                    where.put(partial(points[op.record].passed, 1), always=True)
                 elif op.wait is not None:
-                    where.put(lambda event=points[op.wait]: self._wait_for(event, 1))
+                    where.put(partial(self._wait_for, points[op.wait], 1))
                 elif op.work is not None:
                     where.put(op.work)
 
@@ -464,8 +322,3 @@ class SimDevice:
         finally:
             self._pinned.clear()
 
-
-def _pass(event: SimEvent) -> None:
-    with event.changed:
-        event.done = 1
-        event.changed.notify_all()
