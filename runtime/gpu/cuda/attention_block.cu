@@ -7,10 +7,10 @@
 // position 0, so a row's bits do not depend on the rows beside it: K of a tile is read from shared memory with lane =
 // position, then V, in the same place, with lane = dimensions. Each row keeps its largest score and sum so far.
 //
-//   head_dim up to   R   rows   positions   shared   registers   CUDA blocks per multiprocessor
-//              64    8     32          64   25 KiB
-//             128    8     32          64   41 KiB
-//             256    4     16          32   34 KiB
+//   head_dim up to   R   rows   positions   shared   registers     CUDA blocks per multiprocessor
+//              64    8     32          64   25 KiB   124 to 130    3 or 4 (64 KiB of shared memory: 2)
+//             128    8     32          64   41 KiB   154 to 168    2 (64 KiB: 1)
+//             256    4     16          32   34 KiB   122 to 128    2 (64 KiB: 1)
 #include "common.cuh"
 
 constexpr int ATTENTION_THREADS = 128;
@@ -222,7 +222,7 @@ __device__ __forceinline__ void attend(const Attention& a) {
 // out[t][h] = softmax(scale * q[t][h] . K) V over the positions token t sees: up to itself, the last `window` if it is
 // not 0. Grid (n_tok * n_head / n_head_kv / rows, n_head_kv); 128 threads. head_dim: a multiple of 8.
 #define ATTENTION_BLOCK(NAME, DIM, R, P)                                                                              \
-  extern "C" __global__ void __launch_bounds__(128)                                                                   \
+  extern "C" __global__ void __launch_bounds__(128, 3)                                                                \
   NAME(const float* __restrict__ q, const __half* __restrict__ k_cache, const __half* __restrict__ v_cache,           \
        float* __restrict__ out, int n_tok, int pos, int n_head, int n_head_kv, int head_dim, int n_ctx, int window,   \
        float scale) {                                                                                                 \

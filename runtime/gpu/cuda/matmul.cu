@@ -5,18 +5,16 @@
 // order in both, so its bits depend neither on the tile nor on the other tokens. Neighbours in a grid take other tokens
 // of the same rows, whose weights then come from the second-level cache. No sum has more than one writer.
 //
-//                registers (sm_70, sm_120)   shared memory   CUDA blocks per multiprocessor of 64 Ki registers
-//   matmul_f16                     79, 103          16 KiB   6, 4
-//   matmul_q8_0, q4_0         101 136, 128          18 KiB   5 3, 4
-//   down                            80, 96          16 KiB   6, 5
-//   few                                 64          11 KiB   8
+// Registers, by architecture 80 to 160 (few: 56 to 72), are what limits how many CUDA blocks a multiprocessor holds: 3 to
+// 6, of 12 to 24 warps (few: 7 or 8). The second number of __launch_bounds__ only keeps a compiler from spilling in order
+// to fit one more. Shared memory: 16 KiB for F32, 18 KiB for act blocks (few: 10 and 11 KiB).
 #include "tiles.cuh"
 
 // y[t][y_first + r] = (add: itself +) scale * (row r * stride of the matrix . x[t] + bias[r]), t < n_tok, r < rows.
 // x f32 [n_tok, ldx] for F16, else xq int8 [n_tok, cols] and xd f32 [n_tok, cols / 32]; bias f32 [rows] or null;
 // y f32 [n_tok, ldy]. Grid (n_tok / 64 or 16, rows / 64), each rounded up; 128 threads.
-#define MATMUL(NAME, T, TOKENS)                                                                                        \
-  extern "C" __global__ void __launch_bounds__(128)                                                                    \
+#define MATMUL(NAME, T, TOKENS, RESIDENT)                                                                              \
+  extern "C" __global__ void __launch_bounds__(128, RESIDENT)                                                          \
   NAME(const T* __restrict__ q, const __half* __restrict__ d, const float* __restrict__ x,                             \
        const signed char* __restrict__ xq, const float* __restrict__ xd, const float* __restrict__ bias,               \
        float* __restrict__ y, int n_tok, int rows, int cols, int stride, int ldx, int ldy, int y_first, float scale,   \
@@ -25,12 +23,12 @@
                           Output{y, bias, n_tok, rows, ldy, y_first, scale, add});                                     \
   }
 
-MATMUL(matmul_f16, __half, 64)
-MATMUL(matmul_q8_0, signed char, 64)
-MATMUL(matmul_q4_0, unsigned char, 64)
-MATMUL(matmul_few_f16, __half, 16)
-MATMUL(matmul_few_q8_0, signed char, 16)
-MATMUL(matmul_few_q4_0, unsigned char, 16)
+MATMUL(matmul_f16, __half, 64, 3)
+MATMUL(matmul_q8_0, signed char, 64, 3)
+MATMUL(matmul_q4_0, unsigned char, 64, 3)
+MATMUL(matmul_few_f16, __half, 16, 7)
+MATMUL(matmul_few_q8_0, signed char, 16, 7)
+MATMUL(matmul_few_q4_0, unsigned char, 16, 7)
 
 // y[t][c] = (add: itself +) scale * (sum over i < n of v[t][v_first + i] * weight c of row i * stride + bias[c]).
 // v f32 [n_tok, ldv]: values of neurons; bias f32 [cols] or null; y f32 [n_tok, cols].
