@@ -1,9 +1,9 @@
-// Attention of one token against the KV cache, in two steps: positions are split over blocks, then the parts are merged.
+// Attention of one token against the KV cache, in two steps: positions are split over blocks, then parts are merged.
 // In: q after rope_kv, the cache in halves. Out: F32, and act blocks of it. Next: matvec.cu.
 //
-// The split depends on the position: short contexts are cut into pieces of 32 positions, long ones into `splits` pieces.
-// The grid does not; blocks that have nothing leave at once. A position is a few lanes wide, 8 columns each, and what
-// a lane loads of K and V serves all query heads of the block.
+// The split depends on the position: short contexts are cut into pieces of 32 positions, long ones into `splits`
+// pieces. The grid does not; blocks that have nothing leave at once. A position is a few lanes wide, 8 columns each,
+// and what a lane loads of K and V serves all query heads of the block.
 #include "vector.cuh"
 
 constexpr int ATTEND_THREADS = 128;
@@ -55,20 +55,29 @@ struct Running {
   }
 };
 
-// Positions lo .. hi - 1 of one KV head (k, v: its rows) against `heads` query heads. LANES per position, 8 columns each.
+// A block's work: positions lo .. hi - 1 of one KV head against some query heads.
+struct Work {
+  const float* q;      // [heads, head_dim]
+  const __half *k, *v;  // [n_ctx, head_dim]
+  float* part;         // of the first head; that of the next is `stride` further
+  int lo, hi, heads, head_dim, stride;
+  float scale;
+};
+
+// LANES per position, 8 columns each.
 template <int LANES>
-__device__ __forceinline__ void attend_positions(const float* q, const __half* k, const __half* v, int lo, int hi, int heads,
-                                                 int head_dim, float scale, Running* heads_of_lane) {
+__device__ __forceinline__ void attend_positions(const Work& work, Running* heads_of_lane) {
   constexpr int SLOTS = ATTEND_THREADS / LANES;
   int slot = threadIdx.x / LANES, column = threadIdx.x % LANES * 8;
+  int heads = work.heads, head_dim = work.head_dim, hi = work.hi;
   bool inside = column < head_dim;
   float query[ATTEND_HEADS][8];
 #pragma unroll
   for (int h = 0; h < ATTEND_HEADS; h++)
 #pragma unroll
-    for (int j = 0; j < 8; j++) query[h][j] = h < heads && inside ? q[h * head_dim + column + j] * scale : 0.f;
+    for (int j = 0; j < 8; j++) query[h][j] = h < heads && inside ? work.q[h * head_dim + column + j] * work.scale : 0.f;
 
-  for (int base = lo; base < hi; base += SLOTS * ATTEND_BATCH) {  // the same number of rounds for all lanes
+  for (int base = work.lo; base < hi; base += SLOTS * ATTEND_BATCH) {  // the same number of rounds for all lanes
     uint4 keys[ATTEND_BATCH], values[ATTEND_BATCH];
     bool valid[ATTEND_BATCH];
 #pragma unroll
@@ -77,8 +86,8 @@ __device__ __forceinline__ void attend_positions(const float* q, const __half* k
       valid[b] = p < hi;
       keys[b] = values[b] = make_uint4(0, 0, 0, 0);
       if (valid[b] && inside) {
-        keys[b] = *reinterpret_cast<const uint4*>(k + (size_t)p * head_dim + column);
-        values[b] = *reinterpret_cast<const uint4*>(v + (size_t)p * head_dim + column);
+        keys[b] = *reinterpret_cast<const uint4*>(work.k + (size_t)p * head_dim + column);
+        values[b] = *reinterpret_cast<const uint4*>(work.v + (size_t)p * head_dim + column);
       }
     }
     float scores[ATTEND_HEADS][ATTEND_BATCH];
@@ -124,10 +133,9 @@ struct Shared {
   float sums[ATTEND_HEADS][ATTEND_THREADS * 8];
 };
 
-// Merge what the groups of lanes know, in order, and write it: part [heads][stride].
+// Merge what the groups of lanes know, in order, and write it.
 template <int LANES>
-__device__ __forceinline__ void write_part(const Running* heads_of_lane, int heads, int head_dim, Shared& shared, float* part,
-                                           int stride) {
+__device__ __forceinline__ void write_part(const Work& work, const Running* heads_of_lane, Shared& shared) {
   constexpr int SLOTS = ATTEND_THREADS / LANES;
 #pragma unroll
   for (int h = 0; h < ATTEND_HEADS; h++) {
@@ -137,7 +145,7 @@ __device__ __forceinline__ void write_part(const Running* heads_of_lane, int hea
     for (int j = 0; j < 8; j++) shared.sums[h][threadIdx.x * 8 + j] = heads_of_lane[h].sums[j];
   }
   __syncthreads();
-  if (threadIdx.x < heads) {  // tops become weights
+  if (threadIdx.x < work.heads) {  // tops become weights
     int h = threadIdx.x;
     float top = LOWEST, total = 0.f;
     for (int s = 0; s < SLOTS; s++) top = fmaxf(top, shared.top[h][s]);
@@ -145,58 +153,57 @@ __device__ __forceinline__ void write_part(const Running* heads_of_lane, int hea
       shared.top[h][s] = __expf(shared.top[h][s] - top);
       total += shared.top[h][s] * shared.total[h][s];
     }
-    part[(size_t)h * stride] = top;
-    part[(size_t)h * stride + 1] = total;
+    work.part[h * work.stride] = top;
+    work.part[h * work.stride + 1] = total;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < heads * head_dim; i += ATTEND_THREADS) {
-    int h = i / head_dim, c = i % head_dim;
+  for (int i = threadIdx.x; i < work.heads * work.head_dim; i += ATTEND_THREADS) {
+    int h = i / work.head_dim, c = i % work.head_dim;
     float sum = 0.f;
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) sum = fmaf(shared.top[h][s], shared.sums[h][s * LANES * 8 + c], sum);
-    part[(size_t)h * stride + 2 + c] = sum;
+    work.part[h * work.stride + 2 + c] = sum;
   }
 }
 
 template <int LANES>
-__device__ __forceinline__ void attend_block(const float* q, const __half* k, const __half* v, int lo, int hi, int heads,
-                                             int head_dim, float scale, Shared& shared, float* part, int stride) {
+__device__ __forceinline__ void attend_block(const Work& work, Shared& shared) {
   Running heads_of_lane[ATTEND_HEADS];
 #pragma unroll
   for (int h = 0; h < ATTEND_HEADS; h++) heads_of_lane[h] = Running{LOWEST, 0.f, {}};
-  attend_positions<LANES>(q, k, v, lo, hi, heads, head_dim, scale, heads_of_lane);
-  write_part<LANES>(heads_of_lane, heads, head_dim, shared, part, stride);
+  attend_positions<LANES>(work, heads_of_lane);
+  write_part<LANES>(work, heads_of_lane, shared);
 }
 
-// q [n_head, head_dim], head_dim a multiple of 8 up to 256; kcache, vcache half [n_head_kv, n_ctx, head_dim], filled up to
-// position ctl[CTL_POS]. window > 0: a token sees itself and the window - 1 before it.
+// q [n_head, head_dim], head_dim a multiple of 8 up to 256; kcache, vcache half [n_head_kv, n_ctx, head_dim], filled up
+// to position ctl[CTL_POS]. window > 0: a token sees itself and the window - 1 before it.
 // part [n_head, splits, head_dim + 2]: largest score, sum of exponentials, weighted sum of V.
 // Grid (n_head_kv * ceil(heads per KV head / 4), splits), block 128.
 extern "C" __global__ void __launch_bounds__(128, 4)
 attend_part(const float* __restrict__ q, const __half* __restrict__ kcache, const __half* __restrict__ vcache,
             float* __restrict__ part, const int* __restrict__ ctl, int n_head, int n_head_kv, int head_dim, int n_ctx,
             int window, float scale) {
-  int splits = gridDim.y, split = blockIdx.y, group = n_head / n_head_kv, tiles = (group + ATTEND_HEADS - 1) / ATTEND_HEADS;
+  __shared__ Shared shared;
+  int splits = gridDim.y, split = blockIdx.y;
   Seen seen(ctl[CTL_POS], window, splits);
   int lo = seen.first + split * seen.piece, hi = min(lo + seen.piece, seen.end);
   if (lo >= hi) return;
-  __shared__ Shared shared;
+  int group = n_head / n_head_kv, tiles = (group + ATTEND_HEADS - 1) / ATTEND_HEADS;
   int kv = blockIdx.x / tiles, tile = blockIdx.x % tiles * ATTEND_HEADS, head = kv * group + tile;
-  int heads = min(ATTEND_HEADS, group - tile), stride = splits * (head_dim + 2);
-  kcache += (size_t)kv * n_ctx * head_dim;
-  vcache += (size_t)kv * n_ctx * head_dim;
-  q += head * head_dim;
-  part += (size_t)head * stride + split * (head_dim + 2);
-  if (head_dim <= 64) attend_block<8>(q, kcache, vcache, lo, hi, heads, head_dim, scale, shared, part, stride);
-  else if (head_dim <= 128) attend_block<16>(q, kcache, vcache, lo, hi, heads, head_dim, scale, shared, part, stride);
-  else attend_block<32>(q, kcache, vcache, lo, hi, heads, head_dim, scale, shared, part, stride);
+  int stride = splits * (head_dim + 2);
+  size_t rows = (size_t)kv * n_ctx * head_dim;
+  Work work{q + head * head_dim, kcache + rows, vcache + rows, part + (size_t)head * stride + split * (head_dim + 2),
+            lo, hi, min(ATTEND_HEADS, group - tile), head_dim, stride, scale};
+  if (head_dim <= 64) attend_block<8>(work, shared);
+  else if (head_dim <= 128) attend_block<16>(work, shared);
+  else attend_block<32>(work, shared);
 }
 
 // part of attend_part -> att [n_head, head_dim]; aq, ad: att as act blocks (head_dim % 32 == 0), or null.
 // Grid n_head, block head_dim rounded up to a multiple of 32: a thread per column.
 extern "C" __global__ void __launch_bounds__(256)
-attend_merge(const float* __restrict__ part, float* __restrict__ att, signed char* __restrict__ aq, float* __restrict__ ad,
-             const int* __restrict__ ctl, int head_dim, int window, int splits) {
+attend_merge(const float* __restrict__ part, float* __restrict__ att, signed char* __restrict__ aq,
+             float* __restrict__ ad, const int* __restrict__ ctl, int head_dim, int window, int splits) {
   Seen seen(ctl[CTL_POS], window, splits);
   int pieces = seen.pieces(), stride = head_dim + 2, column = threadIdx.x;
   const float* parts = part + (size_t)blockIdx.x * splits * stride;

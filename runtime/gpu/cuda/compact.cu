@@ -1,14 +1,14 @@
 // Which neurons fire, listed: those of the GPU for its own kernels, the CPU's in pinned memory, with the FFN's input.
-// In: keys (or a predictor's scores) of a layer. Out: lists in rising order, their lengths, the header that the CPU waits
-// for. Next: ffn.cu; on the CPU the cold operator.
+// In: keys (or a predictor's scores) of a layer. Out: lists in rising order, their lengths, the header that the CPU
+// waits for. Next: ffn.cu; on the CPU the cold operator.
 //
 // The header is one word of 64 bits, seq << 32 | count, written last. A layer without work for the CPU sends that word
 // and nothing else.
 #include "vector.cuh"
 
 constexpr int COMPACT_THREADS = 1024;
-constexpr int COMPACT_EACH = 4;                             // neighbouring neurons of a thread
-constexpr int TILE = COMPACT_THREADS * COMPACT_EACH;        // neurons of a round; counts of both lists fit in 16 bits each
+constexpr int COMPACT_EACH = 4;                       // neighbouring neurons of a thread
+constexpr int TILE = COMPACT_THREADS * COMPACT_EACH;  // neurons of a round; counts of both lists fit in 16 bits each
 
 __device__ __forceinline__ void send(const float* h, float* mail_h, int n) {
   for (int i = threadIdx.x; i < n; i += blockDim.x) mail_h[i] = h[i];
@@ -64,9 +64,10 @@ __device__ __forceinline__ void load_keys(const float* values, const float* bias
 }
 
 // values [n]: keys, scores or (act FINAL) final values; bias [n] or null is added to them. A neuron is listed where it
-// fires; those below `hot` in gpu_ids, the others in cpu_ids, in order, with their activated values in gpu_vals [hot] and
-// cpu_vals [n - hot] (both null: ids only). gpu_count, cpu_count: lengths, in device memory.
-// header null: there is no CPU (n = hot; cpu_* and mail_h null). Else cpu_ids, cpu_vals, mail_h [n_embd], header are pinned.
+// fires; those below `hot` in gpu_ids, the others in cpu_ids, in order, with their activated values in gpu_vals [hot]
+// and cpu_vals [n - hot] (both null: ids only). gpu_count, cpu_count: lengths, in device memory.
+// header null: there is no CPU (n = hot; cpu_* and mail_h null). Else cpu_ids, cpu_vals, mail_h [n_embd] and header are
+// pinned; h [n_embd] is what is sent.
 // totals int64[3] or null: neurons listed for the GPU, for the CPU, times that the CPU had none; they grow.
 // One block of 1024 threads.
 extern "C" __global__ void __launch_bounds__(1024)
@@ -76,7 +77,7 @@ compact_split(const float* __restrict__ values, const float* __restrict__ bias, 
               int* __restrict__ cpu_count, long long* __restrict__ totals, const int* __restrict__ ctl, int n, int hot,
               int n_embd, int layer, int act, float threshold) {
   __shared__ unsigned s_sums[2][32];
-  __shared__ int s_ids[TILE];      // the CPU's neurons of a round: gathered here, then sent side by side
+  __shared__ int s_ids[TILE];  // the CPU's neurons of a round: gathered here, then sent side by side
   __shared__ float s_vals[TILE];
   int on_gpu = 0, on_cpu = 0, round = 0;
   float keys[COMPACT_EACH], next[COMPACT_EACH];

@@ -8,7 +8,7 @@
 __device__ __forceinline__ int listed(const int* count, int n) { return count == nullptr ? n : *count; }
 __device__ __forceinline__ int listed_id(const int* ids, int i) { return ids == nullptr ? i : ids[i]; }
 
-// Rows a neuron can have here: its key row (key_q null: the list has its key or value) and its up row (null: not gated).
+// Rows that a neuron can have here: its key row (null: the list has its key or value) and its up row (null: not gated).
 template <class T>
 struct Neurons {
   const T* key_q;
@@ -20,8 +20,8 @@ struct Neurons {
 };
 
 template <class T>
-__device__ __forceinline__ void neuron_values(const Neurons<T>& m, const Vector& x, const int* ids, int count, float* vals,
-                                              int raw, int act, float threshold) {
+__device__ __forceinline__ void neuron_values(const Neurons<T>& m, const Vector& x, const int* ids, int count,
+                                              float* vals, int raw, int act, float threshold) {
   for (int first = blockIdx.x * blockDim.y; first < count; first += gridDim.x * blockDim.y) {
     int i = first + threadIdx.y, id = i < count ? listed_id(ids, i) : 0;
     float v = 0.f;
@@ -66,8 +66,8 @@ NEURON_VALUES(q4_0, unsigned char)
 
 constexpr int AXPY_LIST = 128;  // neurons that a block looks at together
 
-// The neurons begin .. end - 1 of the list (AXPY_LIST at most) whose value is not 0, in order, into shared memory; returns
-// their number. For the whole block.
+// The neurons begin .. end - 1 of the list (AXPY_LIST at most) whose value is not 0, in order, into shared memory;
+// returns their number. For the whole block.
 __device__ __forceinline__ int gather_active(const int* ids, const float* vals, int begin, int end, int* s_ids,
                                              float* s_vals) {
   __shared__ int s_counts[AXPY_LIST / 32];
@@ -122,12 +122,12 @@ __device__ __forceinline__ void axpy_down(const T* q, const __half* d, const int
   if (!inside) return;
   float4* to = reinterpret_cast<float4*>(part + (size_t)blockIdx.y * n_embd + unit * WIDTH);
 #pragma unroll
-  for (int j = 0; j < WIDTH / 4; j++) to[j] = make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
+  for (int j = 0; j < WIDTH; j += 4) to[j / 4] = make_float4(sums[j], sums[j + 1], sums[j + 2], sums[j + 3]);
 }
 
 // part[s] = sum of vals[i] * row ids[i] * stride over the i of slice s: the list, of *count entries (null: n), is cut
-// into `slices` equal slices. Neurons whose value is 0 are not read. part [slices, n_embd]; slices behind the list's end
-// are left as they are.
+// into `slices` equal slices. Neurons whose value is 0 are not read. part [slices, n_embd]; slices behind the list's
+// end are left as they are.
 // Grid (16 bytes of a row per thread, slices), block 32 to 128 threads, a multiple of 32.
 #define AXPY_DOWN(FORMAT, T)                                                                                           \
   extern "C" __global__ void __launch_bounds__(128)                                                                    \

@@ -2,7 +2,7 @@
 // In: q and d of a matrix; T, the type of q, says the format:
 //     __half         F16    q [rows, cols], cols % 8 == 0; d is not used; meets activations in F32
 //     signed char    Q8_0   q [rows, cols], d [rows, cols / 32]; meets act blocks
-//     unsigned char  Q4_0   q [rows, cols / 2], byte j of a block: weight j (low nibble) and j + 16; d [rows, cols / 32]
+//     unsigned char  Q4_0   q [rows, cols / 2], byte j of a block: weights j (low nibble) and j + 16; d as above
 // Out: dot products, and columns for sums of rows. Next: matvec.cu, ffn.cu.
 #pragma once
 #include "common.cuh"
@@ -10,7 +10,7 @@
 constexpr int QUANT_BLOCK = 32;// weights that share a scale
 constexpr int IN_FLIGHT = 4;   // loads of 16 bytes that a thread starts before it uses the first
 
-// A vector of activations: F32, and the same as act blocks (quantize.cuh).
+// A vector of activations: F32, and the same as act blocks (quantize_block in vector.cuh).
 struct Vector {
   const float* x;        // [n]
   const signed char* q;  // [n]
@@ -29,7 +29,9 @@ struct Unit<__half> {
   __device__ __forceinline__ void load(const __half* q, const __half*, size_t row, int cols, int u) {
     bits = __ldcs(reinterpret_cast<const uint4*>(q + row * cols) + u);
   }
-  __device__ __forceinline__ float2 pair(int j) const { return __half22float2(reinterpret_cast<const __half2*>(&bits)[j]); }
+  __device__ __forceinline__ float2 pair(int j) const {
+    return __half22float2(reinterpret_cast<const __half2*>(&bits)[j]);
+  }
 
   // The unit . the same columns of v
   __device__ __forceinline__ float dot(const Vector& v, int u) const {

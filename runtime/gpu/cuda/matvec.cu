@@ -7,8 +7,8 @@
 #include "formats.cuh"
 
 template <class T>
-__device__ __forceinline__ void matvec(const T* q, const __half* d, const Vector& x, const float* bias, float* y, int rows,
-                                       int cols, int stride, float scale, int add, int relu) {
+__device__ __forceinline__ void matvec(const T* q, const __half* d, const Vector& x, const float* bias, float* y,
+                                       int rows, int cols, int stride, float scale, int add, int relu) {
   for (int first = blockIdx.x * blockDim.y; first < rows; first += gridDim.x * blockDim.y) {
     int r = first + threadIdx.y;
     float v = row_sum(r < rows ? dot_share(q, d, (size_t)r * stride, cols, x) : 0.f);

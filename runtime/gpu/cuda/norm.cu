@@ -49,8 +49,8 @@ quantize(const float* __restrict__ x, signed char* __restrict__ q, float* __rest
 // FFN of a stock layout: g [n] keys, u [n] up products or null -> out [n] = act(g) * u; out may be g.
 // q [n], d [n / 32]: out as act blocks (n % 32 == 0), or null. Grid n / 256, block 256.
 extern "C" __global__ void __launch_bounds__(256)
-activate(const float* g, const float* __restrict__ u, float* out, signed char* __restrict__ q, float* __restrict__ d, int n,
-         int act, float threshold) {
+activate(const float* g, const float* __restrict__ u, float* out, signed char* __restrict__ q, float* __restrict__ d,
+         int n, int act, float threshold) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   if ((i & ~31) >= n) return;  // whole warps
   float v = 0.f;

@@ -1,4 +1,4 @@
-// Scores by signs: how many weights of a key row have the sign of their input. Other predictors are products: matvec.cu.
+// Scores by signs: how many weights of a key row have the sign of their input. Other predictors are matvec.cu's.
 // In: sign planes of the key rows, x. Out: a score per neuron. Next: compact.cu.
 #include "common.cuh"
 

@@ -9,15 +9,16 @@ __device__ __forceinline__ float2 turn(float a, float b, float c, float s) {
   return make_float2(a * c - b * s, a * s + b * c);
 }
 
-// q [n_head, head_dim], k and v [n_head_kv, head_dim]; q_norm, k_norm [head_dim] or null: weights of RMS norms per head.
-// cosines, sines [n_ctx, n_rot / 2]: the first n_rot dimensions turn, in pairs (2i, 2i+1) if interleaved, else (i, i + n_rot/2).
+// q [n_head, head_dim], k and v [n_head_kv, head_dim]; q_norm, k_norm [head_dim] or null: of RMS norms per head.
+// cosines, sines [n_ctx, n_rot / 2]: the first n_rot dimensions turn, in pairs (2i, 2i + 1) if interleaved, else
+// (i, i + n_rot / 2).
 // kcache, vcache half [n_head_kv, n_ctx, head_dim], written at position ctl[CTL_POS].
 // A warp per head, 4 in a block: grid (n_head + n_head_kv) / 4.
 extern "C" __global__ void __launch_bounds__(128)
 rope_kv(float* q, const float* __restrict__ k, const float* __restrict__ v, const float* __restrict__ q_norm,
         const float* __restrict__ k_norm, const float* __restrict__ cosines, const float* __restrict__ sines,
-        __half* __restrict__ kcache, __half* __restrict__ vcache, const int* __restrict__ ctl, int n_head, int n_head_kv,
-        int head_dim, int n_rot, int interleaved, int n_ctx, float eps) {
+        __half* __restrict__ kcache, __half* __restrict__ vcache, const int* __restrict__ ctl, int n_head,
+        int n_head_kv, int head_dim, int n_rot, int interleaved, int n_ctx, float eps) {
   int head = blockIdx.x * ROPE_WARPS + (threadIdx.x >> 5), lane = lane_id(), pos = ctl[CTL_POS], half_rot = n_rot / 2;
   if (head >= n_head + n_head_kv) return;  // whole warps
   bool query = head < n_head;

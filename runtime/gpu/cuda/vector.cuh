@@ -4,15 +4,15 @@
 #include "common.cuh"
 
 // A warp holds 32 values that follow each other, one per lane -> q of each, and the block's scale d (in every lane).
-// The same integers as the CPU makes: q = round(x * (127 / top)), d = top / 127. A block whose top is 0, infinite or
-// NaN has q = 0; one NaN makes d NaN.
+// The same integers as the CPU makes: q = round(x * (127 / top)), d = top / 127. A block whose top is 0, infinite, NaN,
+// or so small that 127 / top overflows, has q = 0; one NaN makes d NaN.
 __device__ __forceinline__ signed char quantize_block(float x, float* d) {
   unsigned top_bits = __float_as_uint(fabsf(x));  // as integers, magnitudes have the same order, and NaN is the largest
 #pragma unroll
   for (int s = 16; s; s >>= 1) top_bits = max(top_bits, __shfl_xor_sync(ALL_LANES, top_bits, s));
   float top = __uint_as_float(top_bits);
   *d = top * (1.f / 127.f);
-  float q = x * (top > 0.f ? 127.f / top : 0.f);
+  float q = x * (127.f / top);  // infinite or NaN where the top is 0, tiny, infinite or NaN
   return fabsf(q) <= 128.f ? (signed char)__float2int_rn(q) : 0;
 }
 
