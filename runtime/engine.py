@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -25,6 +26,9 @@ from hotcold.runtime.stats import LayerStats, OpTime, layer_stats
 from hotcold.runtime.team import Team, check_cpu
 from hotcold.runtime.threads import default_threads
 from hotcold.runtime.weights import Weights, load_weights
+
+if TYPE_CHECKING:
+    from hotcold.runtime.gpu.choose import GpuOptions
 
 DEFAULT_N_CTX = 4096
 N_BATCH = 256  # tokens per block
@@ -82,13 +86,15 @@ class Engine:
         mmap: bool = True,
         mlock: bool = False,
         notify: Callable[[str], None] = _silent,
+        gpu: GpuOptions | None = None,
     ) -> Engine:
         """Load a model.
 
         path: a neuron-split GGUF, or a stock one whose types are native (then dense). n_ctx: tokens the KV cache
         holds; None: the model's, at most 4096; 0: the model's. kv_type: "f16", "q8_0" or "f32". mmap: False reads the
         file into memory instead of mapping it; mlock: keep it in RAM, where the system allows that. notify is called
-        with each line a user should know. Raises HotcoldError (GGUFError for a file that cannot be trusted).
+        with each line a user should know. gpu: what a GPU is used for; None: nothing.
+        Raises HotcoldError (GGUFError for a file that cannot be trusted).
         """
         if kv_type not in KV_TYPES:
             raise HotcoldError(f"KV cache type {kv_type!r} is unknown, choose from {', '.join(KV_TYPES)}")
@@ -107,10 +113,17 @@ class Engine:
                 file.prefetch()
             config = ModelConfig.from_gguf(file)
             weights = load_weights(file, config)
+            size = _context_size(config, n_ctx, notify)
+            if gpu is not None:
+                from hotcold.runtime.gpu.choose import open_hybrid
+
+                hybrid = open_hybrid(file, config, weights, sparsity, gpu, n_threads=n_threads, n_ctx=size,
+                                     n_batch=min(N_BATCH, size), kv_type=kv_type, notify=notify)  # fmt: skip
+                if hybrid is not None:
+                    return hybrid
             plan = make_plan(config, weights, sparsity)
             for note in plan.notes:
                 notify(note)
-            size = _context_size(config, n_ctx, notify)
             return cls(file, config, weights, plan, n_threads=n_threads, n_ctx=size, kv_type=kv_type, notify=notify)
         except BaseException:
             file.close()

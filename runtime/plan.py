@@ -45,7 +45,7 @@ class Op:
     add: bool = False  # adds to what `writes` holds
     head_only: bool = False  # only the tokens whose logits are wanted
     device: str = "cpu"
-    mode: str = ""  # of split, values and cold: keys, scores or all, see gpu/placement.py
+    mode: str = ""  # of neurons: keys, scores, all or dense, see gpu/placement.py
     neurons: tuple[int, int] | None = None  # first and end of those it has to do with; None: all of the layer
     early: bool = False  # on the GPU's second stream, ahead of where its result is needed
 

@@ -17,6 +17,29 @@ from hotcold.runtime.weights import Weights, by_column
 
 
 @dataclass(frozen=True)
+class HybridStats:
+    """How layers on the GPU were shared with the CPU. Per layer, float64 [n_layer]; 0 in layers of the CPU."""
+
+    first: int  # layers from this one on are on the GPU
+    gpu: np.ndarray  # neurons computed there per token (of predicted ones: looked at)
+    cpu: np.ndarray  # neurons the CPU computed per token
+    asked: np.ndarray  # share of tokens with something for the CPU to do; the others cost no wait and no transfer
+    vram: int  # bytes of the GPU's memory, driver included
+    name: str  # of the card
+
+    @property
+    def skips(self) -> float:
+        """Of all pairs of a token and a layer on the GPU, the share in which the GPU did not wait for the CPU."""
+        return 1.0 - float(self.asked[self.first :].mean()) if self.first < len(self.asked) else 1.0
+
+    @property
+    def cpu_share(self) -> float:
+        """Of the neurons computed in layers on the GPU, the CPU's share."""
+        total = float(self.gpu.sum() + self.cpu.sum())
+        return float(self.cpu.sum()) / total if total else 0.0
+
+
+@dataclass(frozen=True)
 class LayerStats:
     """Per layer, float64 [n_layer] each; all 1 where nothing was counted.
 
@@ -28,6 +51,7 @@ class LayerStats:
     computed: np.ndarray  # share of neurons whose value was added
     bytes_read: np.ndarray  # FFN bytes read per token, predictor included
     bytes_dense: np.ndarray  # bytes of all rows of the FFN
+    hybrid: HybridStats | None = None  # what the GPU and the CPU had of it; None: there is no GPU in it
 
     @property
     def bytes_share(self) -> float:

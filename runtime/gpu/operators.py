@@ -7,8 +7,8 @@ Buffers of the GPU are called gpu.*; mail<l> and out<l> lie in pinned memory tha
 tells the CPU, and the sum that the CPU answers with.
 
     begin            x of the CPU's layers, and the token's position, to the GPU
-    norm             of the FFN also to mail<l>, where the CPU has neurons
-    split            keys or scores -> neurons of the GPU (gpu.list) and of the CPU (mail<l>)
+    post             the FFN's input to mail<l>, where the CPU needs nothing else to begin
+    split            keys or scores -> neurons of the GPU (gpu.list) and, with that input, of the CPU (mail<l>)
     values           up rows (for scores also key rows) of the listed neurons -> what each multiplies its down row by
     axpy             sums of down rows -> gpu.part
     cold             on the CPU: all that for its neurons -> out<l>
@@ -91,9 +91,9 @@ def _project(c: ModelConfig, layer: int, source: str, matrix: Matrix | None, bia
     return [*ops, _gpu("matmul", layer, reads, ("gpu.x",), (matrix,), bias, scale=c.residual_scale, add=True)]
 
 
-def _ffn_norm(w: Weights, layer: int, to: str, *also: str) -> Op:
+def _ffn_norm(w: Weights, layer: int, to: str) -> Op:
     weights, bias = (w.layer(layer, "ffn_norm.weight"),), w.layer(layer, "ffn_norm.bias")
-    return _gpu("norm", layer, ("gpu.x",), (to, *also), weights, bias)
+    return _gpu("norm", layer, ("gpu.x",), (to,), weights, bias)
 
 
 def _biases(c: ModelConfig, w: Weights, layer: int) -> tuple[Matrix | None, Matrix | None]:
@@ -122,35 +122,38 @@ def _h(layer: int) -> str:
 
 
 def _ffn(c: ModelConfig, w: Weights, sparsity: str, placement: GpuPlacement, layer: int) -> list[Op]:
-    """Neuron-split. Dense is sparse with all neurons on the list."""
+    """Neuron-split."""
     n_ff, hot, mode = c.n_ff[layer], placement.layers[layer].hot, cold_mode(c, sparsity, placement, layer)
     key = w.layer(layer, schema.FFN_GATE if c.gated else schema.FFN_UP)
     value = w.layer(layer, schema.FFN_UP_DOWN if c.gated else schema.FFN_DOWN_T)
     key_bias, up_bias = _biases(c, w, layer)
     h, mail, out = _h(layer), f"mail{layer}", f"out{layer}"
-    cold = hot < n_ff
-    ops = [_ffn_norm(w, layer, h, *([mail] if cold else []))]
+    hots, colds = (0, hot), (hot, n_ff)
+    cold_op = Op("cold", layer, (mail,), (out,), (key, value), key_bias, up_bias, mode=mode, neurons=colds)
+    ops = [_ffn_norm(w, layer, h)]
+    to_cpu = hot < n_ff and mode != "all"  # the split tells the CPU what it has to do
+    if hot < n_ff and not to_cpu:
+        ops += [_gpu("post", layer, (h,), (mail,), mode=mode, neurons=colds), cold_op]
     ops += _predictors(c, w, sparsity, placement, layer)
-    values = f"gpu.scores{layer % 2}" if mode == "scores" else "gpu.g"
-    listed = hot if mode == "all" else n_ff  # neurons the split looks at
-    if mode != "scores" and listed:
-        ops.append(_gpu("matmul", layer, (h,), (values,), (key,), key_bias, neurons=(0, listed)))
-    score_bias = w.layer(layer, schema.FFN_PRED_OUT_BIAS) if mode == "scores" else None
-    ops.append(_gpu("split", layer, (values,), ("gpu.list", *([mail] if cold else [])), (), score_bias, mode=mode,
-                    neurons=(0, hot)))  # fmt: skip
-    if cold:
-        ops.append(Op("cold", layer, (mail,), (out,), (key, value), key_bias, up_bias, mode=mode, neurons=(hot, n_ff)))
-    if hot and (c.gated or mode == "scores"):
+    source, listed = "gpu.g", "gpu.list" if mode != "dense" else "gpu.g"
+    if mode == "scores":
+        source = f"gpu.scores{layer % 2}"
+    elif hot or to_cpu:
+        ops.append(_gpu("matmul", layer, (h,), (source,), (key,), key_bias, neurons=hots if mode == "all" else None))
+    if mode != "dense" and (hot or to_cpu):
+        score_bias = w.layer(layer, schema.FFN_PRED_OUT_BIAS) if mode == "scores" else None
+        writes = (listed, mail) if to_cpu else (listed,)
+        ops.append(_gpu("split", layer, (source, h), writes, (), score_bias, mode=mode, neurons=hots))
+        ops += [cold_op] if to_cpu else []
+    if hot and (c.gated or mode in ("scores", "dense")):
         matrices = (key if mode == "scores" else None, value if c.gated else None)
-        bias = key_bias if mode == "scores" else None
-        ops.append(_gpu("values", layer, (h, "gpu.list"), ("gpu.list",), matrices, bias, up_bias, mode=mode,
-                        neurons=(0, hot)))  # fmt: skip
+        ops.append(_gpu("values", layer, (h, listed), (listed,), matrices, key_bias if mode == "scores" else None,
+                        up_bias, mode=mode, neurons=hots))  # fmt: skip
     if hot:
-        ops.append(_gpu("axpy", layer, ("gpu.list",), ("gpu.part",), (value,), neurons=(0, hot)))
-    reads = ("gpu.x", *(["gpu.part"] if hot else []), *([out] if cold else []))
-    ops.append(_gpu("merge", layer, reads, ("gpu.x",), (), w.layer(layer, schema.FFN_DOWN_BIAS),
-                    scale=c.residual_scale))  # fmt: skip
-    return ops
+        ops.append(_gpu("axpy", layer, (listed,), ("gpu.part",), (value,), mode=mode, neurons=hots))
+    reads = ("gpu.x", *(["gpu.part"] if hot else []), *([out] if hot < n_ff else []))
+    bias = w.layer(layer, schema.FFN_DOWN_BIAS)
+    return [*ops, _gpu("merge", layer, reads, ("gpu.x",), (), bias, scale=c.residual_scale, mode=mode, neurons=hots)]
 
 
 def _predictors(c: ModelConfig, w: Weights, sparsity: str, placement: GpuPlacement, layer: int) -> list[Op]:

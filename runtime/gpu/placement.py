@@ -70,7 +70,8 @@ def cold_mode(config: ModelConfig, sparsity: str, placement: GpuPlacement, layer
     """How it is learned which neurons of a layer on the GPU are computed.
 
     keys: by all key rows, on the GPU. scores: by a predictor, on the GPU; who has a neuron then checks its key. all:
-    each side by the key rows of its own neurons. A predictor that looks ahead from a layer of the CPU has no input.
+    each side by the key rows of its own neurons. dense: nobody asks, all are. Where a predictor would look ahead from a
+    layer of the CPU, its input is not here: the layer is exact.
     """
     from hotcold.runtime.plan import predicts
 
@@ -78,6 +79,8 @@ def cold_mode(config: ModelConfig, sparsity: str, placement: GpuPlacement, layer
     if sparsity == "predict" and placement.kind != "keys" and predicts(config, layer):
         if layer > placement.first or not config.predictors[layer].look_ahead:
             return "scores"
+    if place.hot == config.n_ff[layer] and (sparsity == "dense" or config.activation in schema.DENSE_ACTIVATIONS):
+        return "dense"
     return "keys" if place.keys_on_gpu or place.hot == config.n_ff[layer] else "all"
 
 
@@ -145,9 +148,9 @@ def _layer_reason(c: ModelConfig, weights: Weights, sparsity: str, placement: Gp
     """Why the GPU cannot compute a layer, "" where it can."""
     if c.norm_relu[layer]:
         return "a ReLU follows its norms" + (" and matrices are stored by column" if by_column(c, layer) else "")
-    if c.activation in schema.DENSE_ACTIVATIONS and c.thresholds[layer] > 0:
-        return "its neurons are off by the size of their value, which the GPU does not look at"
     scores = cold_mode(c, sparsity, placement, layer) == "scores"
+    if c.activation in schema.DENSE_ACTIVATIONS and placement.layers[layer].hot < c.n_ff[layer] and not scores:
+        return "its neurons are off by the size of their value: the GPU cannot tell which without their up rows"
     for matrix in weights:
         of_layer = matrix.name.startswith(f"blk.{layer}.")
         predictor = matrix.name.partition(f"blk.{layer}.")[2] in schema.PRED_TENSORS
