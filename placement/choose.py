@@ -62,21 +62,25 @@ def choose_placement(
     """The placement a model runs with.
 
     kind: of gpu/placement.py, or auto. sparsity: as --sparsity. n_layers: exactly so many layers on the GPU. every:
-    solve all plans, not only those that can be chosen (and never take the file's). Raises HotcoldError for what the
-    model or the machine cannot have; a budget that is too small for any plan is a Choice of the CPU, unless a plan was
-    named.
+    also solve the plans that cannot be chosen, to compare with. Raises HotcoldError for what the model or the machine
+    cannot have; a budget that is too small for any plan is a Choice of the CPU, unless a plan was named.
     """
+    kept: Placement | None = None
     notes: list[str] = []
     kind = "layers" if n_layers is not None and kind == AUTO else kind
-    if not every and n_layers is None:
+    if n_layers is None:
         kept, notes = _kept(file, config, budget, n_ctx, hardware, kind, sparsity)
-        if kept is not None:
-            return Choice(kept, f"plan {kept.kind}: the file's own placement for this budget", (*notes, *kept.notes))
+        if kept is not None and not every:
+            return Choice(kept, _own(kept), kept.notes)
     model = read_model(file, config, n_ctx)
     found = candidates(model, hardware, budget, kind, sparsity, n_layers=n_layers, every=every)
-    placement, why = pick(found, kind, sparsity, budget)
+    placement, why = pick(found, kind, sparsity, budget) if kept is None else (kept, _own(kept))
     more = [*model.notes, *notes, *placement.notes]
     return Choice(placement, why, tuple(dict.fromkeys(more)), tuple(found))
+
+
+def _own(kept: Placement) -> str:
+    return f"plan {kept.kind}: the file's own placement for this budget"
 
 
 def solve_budget(model: PlanModel, hardware: Hardware, budget: int, kind: str, *, objective: str) -> Placement:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hotcold.placement.choices import Layer, Rates, layer_times
+from hotcold.placement.choices import BATCH, Choices, Layer, Problem, Rates, layer_times, make_problem
 from hotcold.placement.hardware import PRESETS, Hardware
 from hotcold.placement.memory import LayerBytes
 from hotcold.placement.plan_model import PlanModel, read_model
-from hotcold.placement.solve import solve
+from hotcold.placement.solve import greedy_cost, relaxed, solve_problem
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, safe_text
@@ -30,6 +30,7 @@ from hotcold.runtime.gpu.placement import KINDS, GpuPlacement, LayerPlacement
 from hotcold.runtime.inspect import format_bytes
 
 CPU_ONLY = "cpu"  # a plan with nothing on the GPU, to compare with
+_TRIED = 8  # numbers of layers, of those that promise most
 SHARED = ("keys", "predict")  # plans in which a layer's FFN is divided between GPU and CPU
 
 
@@ -99,14 +100,14 @@ def plan(
     if kind == CPU_ONLY:
         return _evaluate(model, hardware, budget, kind, sparsity, objective, _nowhere(model))
     n_on, notes = _layers_on_gpu(model, hardware, budget, kind, sparsity, n_layers)
-    on_gpu = tuple(layer >= model.n_layer - n_on for layer in range(model.n_layer))
+    on_gpu = _last(model, n_on)
     if kind not in SHARED:
         hot = tuple(n if on else 0 for n, on in zip(model.n_ff, on_gpu, strict=True))
         p = _evaluate(model, hardware, budget, kind, sparsity, objective, (hot, on_gpu, on_gpu))
         if p.ram > hardware.ram:
             raise _too_large(model, hardware, budget, p.ram)
         return replace(p, notes=(*notes, *p.notes))
-    return _shared(model, hardware, budget, kind, sparsity, objective, on_gpu, notes, time_limit)
+    return _shared(model, hardware, budget, kind, sparsity, objective, n_on, notes, time_limit, n_layers is None)
 
 
 def evaluate(
@@ -118,6 +119,10 @@ def evaluate(
 
 
 Division = tuple[tuple[int, ...], tuple[bool, ...], tuple[bool, ...]]  # hot, keys_on_gpu, layer_on_gpu
+
+
+def _last(model: PlanModel, n_on: int) -> tuple[bool, ...]:
+    return tuple(layer >= model.n_layer - n_on for layer in range(model.n_layer))
 
 
 def _nowhere(model: PlanModel) -> Division:
@@ -140,6 +145,9 @@ def _check(model: PlanModel, hardware: Hardware, budget: int, kind: str, sparsit
     if kind in SHARED and not model.fires:
         raise HotcoldError("no neuron of this model is ever off, so none can be left to the CPU: use --gpu-plan "
                            "layers, or make it sparse with hotcold relufy")  # fmt: skip
+    if kind in SHARED and not model.by_key:
+        raise HotcoldError("neurons of this model are off by the size of their value, which their key row does not tell, "
+                           "so they cannot be divided: use --gpu-plan layers")  # fmt: skip
     if sparsity not in model.modes:
         what = {"predict": "no layer has a predictor that pays: hotcold train-predictor adds them"}
         raise HotcoldError(f"sparsity {sparsity}: {what.get(sparsity, 'this model has ' + ', '.join(model.modes))}")
@@ -202,10 +210,10 @@ def _needs_more(
 
 def _shared(
     model: PlanModel, hardware: Hardware, budget: int, kind: str, sparsity: str, objective: str,
-    on_gpu: tuple[bool, ...], notes: list[str], time_limit: float,
+    n_on: int, notes: list[str], time_limit: float, may_have_fewer: bool,
 ) -> Placement:  # fmt: skip
-    """Neurons of the layers on the GPU, divided by the solver."""
-    sizes = model.sizes_in(sparsity)
+    """Neurons of the last n_on layers, divided by the solver; of fewer layers where that is faster."""
+    sizes, on_gpu = model.sizes_in(sparsity), _last(model, n_on)
     layers = ffn_layers(model, kind, sparsity, on_gpu)
     none = (0,) * model.n_layer, (False,) * model.n_layer
     gpu_left = budget - hardware.gpu_context - sizes.on_gpu(on_gpu, *none)
@@ -213,12 +221,57 @@ def _shared(
     ram_left = hardware.ram - (sizes.in_ram(on_gpu, *none) - ffn)
     if ram_left < 0 or gpu_left + ram_left < ffn:
         raise _too_large(model, hardware, budget, hardware.ram - ram_left + max(0, ffn - gpu_left))
-    solution = solve(layers, rates(model, hardware), objective, gpu_bytes=gpu_left, cpu_bytes=ram_left,
-                     time_limit=time_limit)  # fmt: skip
+    problem = make_problem(layers, rates(model, hardware), objective, gpu_left, ram_left, BATCH)
+    most = n_on
+    if may_have_fewer and objective == "time":
+        n_on, problem, ram_left = _fewer_layers(model, hardware, sparsity, most, problem, ram_left)
+        on_gpu = _last(model, n_on)
+    solution = solve_problem(problem, ram_left, time_limit)
     p = _evaluate(model, hardware, budget, kind, sparsity, objective, (solution.hot, solution.keys, on_gpu))
+    if n_on < most:
+        notes = [f"only the last {n_on} of {model.n_layer} layers are on the GPU: {most} would fit, with fewer neurons "
+                 "of each"]  # fmt: skip
     if solution.status != "optimal":
         notes = [f"solver stopped by {solution.status}: at most {solution.gap:.2%} from the best", *notes]
     return replace(p, notes=(*notes, *p.notes))
+
+
+def _fewer_layers(
+    model: PlanModel, hardware: Hardware, sparsity: str, most: int, problem: Problem, ram_left: int
+) -> tuple[int, Problem, int]:  # fmt: skip
+    """-> how many of the last `most` layers are best on the GPU, their problem, RAM left for neurons.
+
+    A layer that is shared costs a wait, and a KV cache that is never full: where the budget is tight, room for the
+    neurons of later layers gains more than the attention of earlier ones.
+    """
+    sizes, one, n_layer = model.sizes_in(sparsity).layers, rates(model, hardware), model.n_layer
+    by_cpu = [layer_times(replace(layer, usable=False), one, 0, False).total for layer in problem.layers]
+    cpu, gpu = ([attention_seconds(model, hardware, size, number, on) for number, size in enumerate(sizes)]
+                for on in (False, True))  # fmt: skip
+    freed = [sum(size.fixed for size in sizes[n_layer - most : n_layer - n]) for n in range(most + 1)]
+    ffn = sum(layer.row * layer.n for layer in problem.layers)
+    nothing = np.zeros(1, np.int64)
+    on_cpu = [Choices(nothing, nothing.astype(bool), nothing, np.array([t])) for t in by_cpu]
+
+    def with_layers(n: int) -> Problem:
+        choices = [*on_cpu[: n_layer - n], *problem.choices[n_layer - n :]]
+        return replace(problem, choices=choices, capacity=problem.capacity + freed[n],
+                       floor=max(0, ffn - ram_left + freed[n]))  # fmt: skip
+
+    def others(n: int) -> float:
+        first = n_layer - n
+        return sum(cpu[:first]) + sum(gpu[first:]) + outside_seconds(model, hardware, _last(model, n))
+
+    bounds = relaxed(problem, [problem.capacity + f for f in freed])
+    bounds = [bound + sum(by_cpu[: n_layer - n]) + others(n) if freed[n] <= ram_left else np.inf
+              for n, bound in enumerate(bounds)]  # fmt: skip
+    best, least = most, np.inf
+    for n in sorted(range(most, 0, -1), key=bounds.__getitem__)[:_TRIED]:
+        if bounds[n] >= least:
+            break
+        if (t := greedy_cost(with_layers(n)) + others(n)) < least:
+            best, least = n, t
+    return best, with_layers(best), ram_left - freed[best]
 
 
 def _too_large(model: PlanModel, hardware: Hardware, budget: int, needed: int) -> HotcoldError:

@@ -50,7 +50,11 @@ def solve(
 
     Never worse than greedy(). Raises HotcoldError where no placement fits.
     """
-    p = make_problem(layers, rates, objective, gpu_bytes, cpu_bytes, batch)
+    return solve_problem(make_problem(layers, rates, objective, gpu_bytes, cpu_bytes, batch), cpu_bytes, time_limit)
+
+
+def solve_problem(p: Problem, cpu_bytes: int | None, time_limit: float) -> Solution:
+    """The same for a problem that is made already. cpu_bytes: for the message if nothing fits."""
     price, bound = _price(p)
     picked = _greedy(p)
     if picked is not None:
@@ -58,14 +62,14 @@ def solve(
     cost = math.inf if picked is None else p.cost(picked)
     status = "optimal"
     if cost - bound > 1e-12 * abs(bound):
-        program = _paper_program if objective == "paper" else _choice_program
+        program = _paper_program if p.objective == "paper" else _choice_program
         found, status, least = program(p, _worth_keeping(p, price, cost - bound), time_limit)
         bound = max(bound, min(least, cost))
         if found is not None and p.floor <= p.size(found) <= p.capacity and p.cost(found) < cost:
             picked = found
     if picked is None:
-        raise HotcoldError(f"{_in_words(cpu_bytes)} of RAM and {_in_words(gpu_bytes)} of VRAM cannot hold the FFN's "
-                           f"{_in_words(sum(layer.row * layer.n for layer in layers))} of rows")  # fmt: skip
+        raise HotcoldError(f"{_in_words(cpu_bytes)} of RAM and {_in_words(p.capacity)} of VRAM cannot hold the FFN's "
+                           f"{_in_words(sum(layer.row * layer.n for layer in p.layers))} of rows")  # fmt: skip
     return _solution(p, picked, bound, status)
 
 
@@ -118,6 +122,29 @@ def _price(p: Problem) -> tuple[float, float]:
             price = rate
             break
     return price, math.fsum(float((c.cost + price * c.size).min()) for c in p.choices) - price * p.capacity
+
+
+def greedy_cost(p: Problem) -> float:
+    """What the first solution costs; infinity where there is none that fits."""
+    picked = _greedy(p)
+    return math.inf if picked is None else p.cost(picked)
+
+
+def relaxed(p: Problem, capacity: Sequence[int]) -> list[float]:
+    """capacity[n]: bytes that there are if only the last n layers may use them -> the least cost of those layers, were
+    it possible to mix two choices of a layer; infinity where their smallest choices need more."""
+    hulls, steps = _steps(p)
+    first = [(int(c.size[h[0]]), float(c.cost[h[0]])) for c, h in zip(p.choices, hulls, strict=True)]
+    rate, owner = np.array([s[0] for s in steps]), np.array([s[1] for s in steps], np.int64)
+    size = np.array([int(np.diff(p.choices[n].size[hulls[n][k - 1 : k + 1]])[0]) for _, n, k in steps], np.int64)
+    out = []
+    for n, n_bytes in enumerate(capacity):
+        own = owner >= len(p.choices) - n
+        tail = first[len(first) - n :]
+        left = n_bytes - sum(s for s, _ in tail)
+        taken = np.clip(left - (np.cumsum(size[own]) - size[own]), 0, size[own])
+        out.append(math.fsum(c for _, c in tail) - float(taken @ rate[own]) if left >= 0 else math.inf)
+    return out
 
 
 def _greedy(p: Problem) -> list[int] | None:

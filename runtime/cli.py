@@ -131,6 +131,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         ("train-predictor", "MODEL", "add predictors of which neurons fire", "placement.train"),
         ("calibrate", "MODEL", "set thresholds that switch neurons off in a SiLU or GELU model", "placement.calibrate"),
         ("place", "MODEL", "sort neurons by how often they fire; divide them between GPU and CPU", "placement.place"),
+        ("plan", "MODEL", "show how a budget of VRAM would be used, and how fast that is", "placement.plan_command"),
         ("run", "MODEL", "continue a text, or answer one prompt", _add_run),
         ("chat", "MODEL", "have a conversation", _add_chat),
         ("inspect", "FILE", "print what a GGUF file holds", _add_inspect),

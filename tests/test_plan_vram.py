@@ -160,11 +160,31 @@ def test_the_least_budget_is_exact(model: tuple[GGUFFile, ModelConfig]) -> None:
 
 def test_fewer_layers_are_said(gated: tuple[GGUFFile, ModelConfig]) -> None:
     fixed = model_bytes(*gated, 64).layers[-2].fixed
-    p = place(gated, least(gated) + fixed)
+    p = place(gated, least(gated) + fixed, objective="paper")
     assert p.layer_on_gpu == (False, False, False, True, True)
     assert any(note.startswith("only the last 2 of 5 layers have their attention on the GPU: all would need")
                for note in p.notes)
     assert not place(gated, CARD.vram).notes
+
+
+def test_the_best_number_of_layers_is_found(gated: tuple[GGUFFile, ModelConfig]) -> None:
+    """Against every number: attention of a layer more, or neurons of those there are."""
+    slow = dataclasses.replace(CARD, t_sync=2e-6)
+    fewer = 0
+    for budget in np.linspace(least(gated), least(gated) + 900000, 7).astype(int).tolist():
+        model = read_model(*gated, 64, frequencies(*gated))
+        times = []
+        for n in range(1, 6):
+            try:
+                times.append(plan(model, slow, budget, "keys", "exact", n_layers=n).t_token)
+            except HotcoldError as e:
+                assert "are needed for plan keys" in str(e)
+        p = plan(model, slow, budget, "keys", "exact")
+        assert p.t_token <= min(times) * 1.01
+        if p.n_on_gpu < len(times):
+            fewer += 1
+            assert f"only the last {p.n_on_gpu} of 5 layers are on the GPU: {len(times)} would fit" in p.notes[0]
+    assert fewer, "the case occurs"
 
 
 def test_more_context_leaves_less_for_neurons(gated: tuple[GGUFFile, ModelConfig]) -> None:
@@ -282,7 +302,6 @@ def test_stock_layout_has_whole_layers_only(tmp_path: Path) -> None:
 
 
 GPU_CANNOT = {
-    "thresholds": (Spec(activation="silu", threshold=0.1, n_ff=256, **HALF), "off by the size of their value"),
     "by column": (Spec(n_ff=256, norm_relu=(False, True), **HALF), "layer 1: a ReLU follows its norms"),
     "type": (Spec(n_ff=256, **HALF | {"value": Type.F32}), "ffn_up_down.weight is F32, the GPU computes F16, Q8_0"),
     "head": (Spec(n_ff=256, **HALF | {"embd": Type.F32}), "nothing is computed there: token_embd.weight is F32"),
@@ -297,6 +316,14 @@ def test_what_the_gpu_cannot_compute_is_said(tmp_path: Path, case: str) -> None:
         for kind in KINDS:
             if kind != "predict":
                 assert words in error(model, 1 << 29, kind=kind)
+
+
+def test_neurons_that_are_off_by_value_are_not_divided(tmp_path: Path) -> None:
+    spec = Spec(activation="silu", threshold=0.1, n_ff=256, **HALF)
+    with open_gguf(counted(tmp_path / "m.gguf", spec)) as file:
+        model = file, ModelConfig.from_gguf(file)
+        assert "off by the size of their value" in error(model, 1 << 29, kind="keys")
+        assert place(model, 1 << 29, kind="layers").layer_on_gpu == (True, True)
 
 
 def test_layers_before_one_that_the_gpu_cannot_compute_stay(tmp_path: Path) -> None:
