@@ -146,8 +146,8 @@ def _check(model: PlanModel, hardware: Hardware, budget: int, kind: str, sparsit
         raise HotcoldError("no neuron of this model is ever off, so none can be left to the CPU: use --gpu-plan "
                            "layers, or make it sparse with hotcold relufy")  # fmt: skip
     if kind in SHARED and not model.by_key:
-        raise HotcoldError("neurons of this model are off by the size of their value, which their key row does not tell, "
-                           "so they cannot be divided: use --gpu-plan layers")  # fmt: skip
+        raise HotcoldError("neurons of this model are off by the size of their value, which their key row does not "
+                           "tell, so they cannot be divided: use --gpu-plan layers")  # fmt: skip
     if sparsity not in model.modes:
         what = {"predict": "no layer has a predictor that pays: hotcold train-predictor adds them"}
         raise HotcoldError(f"sparsity {sparsity}: {what.get(sparsity, 'this model has ' + ', '.join(model.modes))}")
@@ -288,11 +288,11 @@ def ffn_layers(model: PlanModel, kind: str, sparsity: str, on_gpu: Sequence[bool
     """What the FFN of each layer reads. Sparse activations are decided by the key row, thresholds by key and up row."""
     layers = []
     for size, f, density, on in zip(model.sizes.layers, model.frequency, model.density, on_gpu, strict=True):
-        if sparsity == "dense":
+        up_too = model.gated and not model.by_key
+        if sparsity == "dense" or on and not model.by_key:  # the GPU computes all neurons of such layers
             layers.append(Layer(np.ones(len(f)), size.key_row, size.value_row, np.full(len(f), float(size.key_row)),
                                 float(size.value_row), usable=on, split_keys=False, fire_scattered=False))  # fmt: skip
             continue
-        up_too = model.gated and not model.by_key
         decide = size.key_row + (size.value_row / 2 if up_too else 0)
         predicted = sparsity == "predict" and density is not None
         layers.append(Layer(
