@@ -550,7 +550,9 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline int __float2int_rn(float f) { return int(rintf(f)); }
+inline int __float2int_rn(float f) {  // a GPU saturates, and takes NaN for 0
+    return f != f ? 0 : f >= 0x1p31f ? INT32_MAX : f < -0x1p31f ? INT32_MIN : int(rintf(f));
+}
 inline int __float2int_rz(float f) { return int(f); }
 inline float __int2float_rn(int i) { return float(i); }
 inline float __uint2float_rn(unsigned i) { return float(i); }

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from hotcold.runtime.gpu.device import DeviceError, Host
 
 ALIGN, GUARD = 256, 256  # bytes; memory of a GPU is aligned so as well
+UNCACHED = 2048  # NumPy keeps smaller blocks for itself when they are freed, and poison would stay in them
 
 
 class SimArray:
@@ -60,7 +61,7 @@ class Memory:
     """Bytes with guards; `payload` outlives this object where queued work still refers to it, as 0xFF."""
 
     def __init__(self, n: int, fill: int, freed: Callable[[int], None], asan: bool) -> None:
-        raw = np.full(n + 2 * GUARD + ALIGN, 0xA5, np.uint8)
+        raw = np.full(max(n + 2 * GUARD + ALIGN, UNCACHED), 0xA5, np.uint8)
         at = GUARD + -(raw.ctypes.data + GUARD) % ALIGN
         self.raw, self.at, self.n = raw, at, n
         self.payload = raw[at : at + n]
