@@ -149,15 +149,15 @@ class SimDevice:
         self.counts["upload"] += 1
         return target
 
-    def download(self, source: SimArray) -> Host:
+    def download(self, source: Any) -> Host:
         self._not_capturing("a copy")
         self.counts["download"] += 1
         return source.values.copy()
 
-    def h2d(self, target: SimArray, source: Host, stream: SimStream) -> None:
+    def h2d(self, target: Any, source: Host, stream: SimStream) -> None:
         self._copy("h2d", target.values, source, source, stream, target)
 
-    def d2h(self, target: Host, source: SimArray, stream: SimStream) -> None:
+    def d2h(self, target: Host, source: Any, stream: SimStream) -> None:
         self._copy("d2h", target, source.values, target, stream, source)
 
     def _copy(self, what: str, target: Host, source: Host, host: Host, stream: SimStream, array: SimArray) -> None:
@@ -180,7 +180,7 @@ class SimDevice:
         if not array.flags.c_contiguous or not host.flags.c_contiguous:
             raise DeviceError("copy of an array that is not C-contiguous")
 
-    def gemm(self, a: SimArray, b: SimArray, c: SimArray, stream: SimStream, *, add: bool = False) -> None:
+    def gemm(self, a: Any, b: Any, c: Any, stream: SimStream, *, add: bool = False) -> None:
         if stream.capture is not None:
             raise DeviceError("gemm: not while capturing")
         (m, n), k = c.shape if c.ndim == 2 else (0, 0), a.shape[-1]
