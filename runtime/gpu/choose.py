@@ -61,6 +61,7 @@ class GpuOptions:
     executor: str = "graph"
     trace: str | os.PathLike[str] | None = None
     patience: float | None = None  # seconds that CPU and GPU wait for each other; None: PATIENCE
+    blocks_from: int | None = None  # tokens from which on prompts are computed in blocks; None: measured
     place: Place | None = None
     placement: GpuPlacement | None = None
     device: Device | None = None
@@ -156,6 +157,7 @@ def _on_device(
         engine = HybridEngine(
             file, config, weights, plan, device=device, executor=options.executor, n_threads=n_threads, n_ctx=n_ctx,
             kv_type=kv_type, notify=notify, owns_device=options.device is None, patience=options.patience or PATIENCE,
+            blocks_from=options.blocks_from,
         )  # fmt: skip
         notify(describe(plan, device, need, budget))
         return engine

@@ -9,8 +9,11 @@ waits of the GPU end by a word in pinned memory, those of the workers by the tea
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -21,11 +24,14 @@ from hotcold.runtime.gguf_file import GGUFFile
 from hotcold.runtime.gpu.device import Device, DeviceError
 from hotcold.runtime.gpu.graph import GraphExecutor
 from hotcold.runtime.gpu.lower import Lowering
+from hotcold.runtime.gpu.prompt import Prompt
 from hotcold.runtime.gpu.shares import shared_stats
 from hotcold.runtime.gpu.source import load_kernels
+from hotcold.runtime.gpu.staging import Staging
 from hotcold.runtime.gpu.state import GpuState
 from hotcold.runtime.gpu.streams import Queue, StreamExecutor
 from hotcold.runtime.gpu.weights import DeviceWeights
+from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.mailbox import Mailbox
 from hotcold.runtime.plan import Plan
 from hotcold.runtime.stats import LayerStats
@@ -41,9 +47,10 @@ class HybridEngine(Engine):
     def __init__(
         self, file: GGUFFile, config: ModelConfig, weights: Weights, plan: Plan, *, device: Device, executor: str,
         n_threads: int, n_ctx: int, kv_type: str, notify: Callable[[str], None], owns_device: bool = False,
-        patience: float = PATIENCE,
+        patience: float = PATIENCE, blocks_from: int | None = None,
     ) -> None:  # fmt: skip
-        """plan: with a placement. owns_device: close() closes it too. Raises HotcoldError where VRAM is missing."""
+        """plan: with a placement. owns_device: close() closes it too. blocks_from: tokens from which on a prompt is
+        computed in blocks; None: measured, where it costs something. Raises HotcoldError where VRAM is missing."""
         assert plan.placement is not None
         if executor not in EXECUTORS:
             raise HotcoldError(f"executor {executor!r} is unknown, choose from {', '.join(EXECUTORS)}")
@@ -52,11 +59,11 @@ class HybridEngine(Engine):
         self._mailbox = Mailbox(config, device.pinned)
         self._busy = threading.Lock()  # held while the GPU works: close() must not take its memory away
         self._failure = ""  # why the GPU cannot work any more
-        self._tokens_run = 0
         super().__init__(file, config, weights, plan, n_threads=n_threads, n_ctx=n_ctx, kv_type=kv_type, notify=notify,
                          mailbox=self._mailbox)  # fmt: skip
         try:
             self._load(executor)
+            self._blocks_from = blocks_from or self._measure(notify)
         except BaseException:
             team, self._team = self._team, None
             if team is not None:
@@ -68,21 +75,45 @@ class HybridEngine(Engine):
         kernels = load_kernels(device)
         self._device_weights = DeviceWeights(device, plan)
         self._state = GpuState(device, plan, self.n_ctx, self.n_batch, self._tables)
+        self._stream = device.stream()
+        self._staging = Staging(device, self._state["stage"], self._stream)
+        began = time.perf_counter()
+        self._device_weights.load(self._staging, kernels, self._stream)
+        self._rate = self._staging.bytes_sent / max(time.perf_counter() - began, 1e-6)  # bytes per second
+        self._prompt = Prompt(plan, self._device_weights, self._state, self._staging, kernels, device, self._stream,
+                              self.n_ctx)  # fmt: skip
         lowering = Lowering(plan, self._device_weights, self._state, self._mailbox, kernels, device, self.n_ctx,
                             self._patience)  # fmt: skip
-        self._stream = device.stream()
         self._queue = Queue(device, lowering.steps(), self._stream)
         self._executor: StreamExecutor | GraphExecutor
         if executor == "stream":
             self._executor = StreamExecutor(device, plan, self._queue, self._mailbox)
         else:
             self._executor = GraphExecutor(device, plan, self._queue)
-        self._n_prefix = next((i for i, op in enumerate(plan.cpu(False)) if op.kind == "cold"), len(plan.cpu(False)))
+        self._n_prefix = sum(op.kind != "cold" for op in plan.cpu(many=False))
+
+    def _measure(self, notify: Callable[[str], None]) -> int:
+        """From how many tokens on a block is faster than one token at a time. Nothing is in the context yet."""
+        if not self._prompt.streamed:
+            return PACK_TOKENS
+        for _ in range(2):  # the second knows its memory
+            began = time.perf_counter()
+            self._token(0, 0, None)
+            seconds = time.perf_counter() - began
+        self.reset_stats()
+        self._calls = [0, 0]
+        limit = max(PACK_TOKENS, math.ceil(self._prompt.streamed / self._rate / seconds))
+        sent = self._prompt.streamed / 2**20
+        notify(f"GPU: prompts of {limit} tokens and more in blocks, for which {sent:.0f} MiB of neurons are sent there")
+        return limit
 
     # ---- tokens
 
     def _run(self, block: np.ndarray, rows: np.ndarray, few: bool) -> None:
         """rows: f32 [wanted, n_vocab], contiguous: the logits of the block's last tokens."""
+        if not few and len(block) >= self._blocks_from:
+            self._block(block, rows)
+            return
         first_row = len(block) - len(rows)
         for i, token in enumerate(block):
             self._token(token, self.n_past + i, rows[i - first_row] if i >= first_row else None)
@@ -90,14 +121,11 @@ class HybridEngine(Engine):
 
     def _token(self, token: int, pos: int, row: np.ndarray | None) -> None:
         """row: f32 [n_vocab], where its logits go."""
-        if self._failure:
-            raise HotcoldError(f"the model cannot compute any more, open it again: {self._failure}")
         ids = np.array([token], np.int64)
         none = np.empty((0, self.config.n_vocab), np.float32)
+        self._check_alive()
         self.run_ops(False, 0, self._n_prefix, ids, pos, none)
-        with self._busy:
-            if self._team is None:
-                raise HotcoldError("the model was closed while it was computing")
+        with self._on_gpu():
             seq = self._mailbox.next_base()
             self._state.x[0] = self._buffers.values["x"][0]
             self._state.begin(pos, seq, 1)
@@ -106,20 +134,44 @@ class HybridEngine(Engine):
                 first, end = self._n_prefix + first, self._n_prefix + end
                 self.run_ops(False, first, end, ids, pos, none, seq=seq, patience=self._patience)
 
+            self._executor.token(seq, run_cold, head=row is not None)
+            if row is not None:
+                self._state.fetch_logits(self._stream)
+            self.device.sync(self._stream)
+            self._check_waits()
+        self._calls[0] += 1
+        if row is not None:
+            row[:] = self._state.logits[0]
+
+    def _block(self, block: np.ndarray, rows: np.ndarray) -> None:
+        """Many tokens at once. rows as in _run."""
+        n, none = len(block), np.empty((0, self.config.n_vocab), np.float32)
+        self._check_alive()
+        self.run_ops(True, 0, len(self._programs[1]), block, self.n_past, none)
+        with self._on_gpu():
+            self._state.x[:n] = self._buffers.values["x"][:n]
+            self._prompt.run(n, self.n_past, rows)
+            self._staging.settle()
+            self.device.sync(self._stream)
+        self._calls[1] += 1
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise HotcoldError(f"the model cannot compute any more, open it again: {self._failure}")
+
+    @contextlib.contextmanager
+    def _on_gpu(self) -> Iterator[None]:
+        """While the GPU works. Whatever goes wrong meanwhile, nothing is under way any more when it is raised."""
+        with self._busy:
+            if self._team is None:
+                raise HotcoldError("the model was closed while it was computing")
             try:
-                self._executor.token(seq, run_cold, head=row is not None)
-                if row is not None:
-                    self._state.fetch_logits(self._stream)
-                self.device.sync(self._stream)
-                self._check_waits()
+                yield
             except BaseException as error:
                 self._stop()
                 if self._failure and not isinstance(error, KeyboardInterrupt):
                     raise HotcoldError(f"the GPU failed, open the model again: {self._failure}") from error
                 raise
-        self._calls[0] += 1
-        if row is not None:
-            row[:] = self._state.logits[0]
 
     def _check_waits(self) -> None:
         layer = self._mailbox.given_up
@@ -136,6 +188,7 @@ class HybridEngine(Engine):
                 self._mailbox.stop_waiting()
                 for stream in (self._stream, self._queue.side):
                     self.device.sync(stream)
+                self._staging.settle()
                 break
             except KeyboardInterrupt:
                 continue
@@ -174,7 +227,7 @@ class HybridEngine(Engine):
         super().close()
         with self._busy:
             self._stop()
-            for name in ("_executor", "_queue", "_state", "_device_weights"):
+            for name in ("_executor", "_queue", "_prompt", "_staging", "_state", "_device_weights"):
                 self.__dict__.pop(name, None)
             if self._owns_device:
                 self.device.close()

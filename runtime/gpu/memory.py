@@ -26,8 +26,9 @@ from hotcold.runtime.weights import Matrix
 
 ALIGNMENT = 256  # of every array: what one memory access of a warp takes
 PAGE = 2 << 20  # what the driver allocates by
+STAGE = 8 << 20  # of each of the two buffers that rows of a file come through
 CTL_WORDS = 16  # of the control block, see cuda/common.cuh
-KINDS = ("attention", "keys", "values", "predictors", "output", "kv", "rope", "activations", "prompt")
+KINDS = ("attention", "keys", "values", "predictors", "output", "kv", "rope", "activations", "prompt", "staging")
 
 Shape = tuple[int, ...]
 
@@ -138,6 +139,8 @@ def uploads(plan: Plan) -> list[Rows]:
             before = found.get(matrix.name)
             if rows and (before is None or before.rows < rows):
                 found[matrix.name] = Rows(matrix, rows)
+    for op in plan.gpu(many=True):  # of all neurons, whoever computes them for single tokens
+        found |= {bias.name: Rows(bias, bias.cols) for bias in (op.bias, op.bias2) if bias is not None}
     return list(found.values())
 
 
@@ -233,10 +236,50 @@ def state_blocks(plan: Plan, n_ctx: int, n_batch: int) -> Iterator[Block]:
     splits = min(launch.MAX_SPLITS, _up(n_ctx, 32) // 32)
     yield _block("gpu.part", "activations", np.float32, launch.MAX_SLICES, c.n_embd)
     yield _block("gpu.attend", "activations", np.float32, c.n_head, splits, c.head_dim + 2)
-    yield from prompt_blocks(plan, n_batch)
+    yield _block("stage", "staging", np.uint8, 2, STAGE)
+    if n_batch:
+        yield from prompt_blocks(plan, n_batch)
 
 
-def prompt_blocks(plan: Plan, n_batch: int) -> Iterator[Block]:
-    """Buffers of a block of tokens of a prompt."""
-    del plan, n_batch
-    yield from ()
+# ------------------------------------------------------------------ prompts
+
+HALVES = 8 << 20  # weights that are halves at a time, for the library's product
+HALF_ROWS = 4096  # rows of them at most
+LOGIT_ROWS = 16  # tokens of a block whose logits are computed at a time
+
+
+def prompt_blocks(plan: Plan, n: int) -> Iterator[Block]:
+    """Buffers of a block of n tokens, and of the cold neurons that are on the GPU for its sake."""
+    c, placement = plan.config, plan.placement
+    assert placement is not None
+    q, kv, n_ff = c.n_head * c.head_dim, c.n_head_kv * c.head_dim, max(c.n_ff[placement.first :])
+    widths = {"x": c.n_embd, "h": c.n_embd, "q": q, "k": kv, "v": kv, "att": q, "g": n_ff} | (
+        {"u": n_ff} if c.gated else {})  # fmt: skip
+    for name, width in widths.items():
+        yield _block(f"block.{name}", "prompt", np.float32, n, width)
+    for name, width in (("h", c.n_embd), ("act", max(q, n_ff))):
+        padded = _up(width, formats.BLOCK)
+        yield _block(f"block.{name}.q", "prompt", np.int8, n * padded)
+        yield _block(f"block.{name}.d", "prompt", np.float32, n * padded // formats.BLOCK)
+    yield _block("block.halves", "prompt", np.float16, n * _up(max(c.n_embd, q, n_ff), 8))
+    yield _block("block.scales", "prompt", np.float32, n)
+    yield _block("block.weights", "prompt", np.float16, HALVES)
+    yield _block("block.sums", "prompt", np.float32, n * max(HALF_ROWS, c.n_embd))
+    yield _block("block.logits", "prompt", np.float32, LOGIT_ROWS, c.n_vocab)
+    rows = [Rows(m, m.rows) for op in plan.gpu(many=True) if op.kind == "ffn" for m in op.weights
+            if m is not None and placement.layers[op.layer].hot < c.n_ff[op.layer]]  # fmt: skip
+    for suffix, size in _unpacked(rows).items():
+        yield _block(f"cold{suffix}", "prompt", np.uint8, size)
+
+
+def _unpacked(cold: list[Rows]) -> dict[str, int]:
+    """Bytes of the weights, and of the scales, of as many rows of any of these matrices as the staging holds."""
+    sizes: dict[str, int] = {}
+    for rows in cold:
+        for number, (_, dtype, shape) in enumerate(parts(rows)):
+            row = np.dtype(dtype).itemsize * shape[1]
+            most = STAGE // rows.matrix.stride * row
+            for side in ("key", "value"):
+                name = f".{side}.{'qd'[number]}"
+                sizes[name] = max(sizes.get(name, 0), most)
+    return sizes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotcold.runtime.gpu.device import Array, Device, Stream
-from hotcold.runtime.gpu.memory import CTL_WORDS, Layout, state_blocks
+from hotcold.runtime.gpu.memory import CTL_WORDS, LOGIT_ROWS, Layout, state_blocks
 from hotcold.runtime.gpu.weights import allocate
 from hotcold.runtime.plan import Plan
 
@@ -36,7 +36,7 @@ class GpuState:
             self.clear(name)
         self.ctl, self.ctl_device = device.pinned((CTL_WORDS,), np.int32)
         self.x, self.x_device = device.pinned((max(1, n_batch), c.n_embd), np.float32)  # of the CPU's layers
-        self.logits, _ = device.pinned((1, c.n_vocab), np.float32)
+        self.logits, _ = device.pinned((LOGIT_ROWS if n_batch else 1, c.n_vocab), np.float32)
 
     def __getitem__(self, name: str) -> Array:
         return self._arena[name]

@@ -1,0 +1,193 @@
+"""The bytes that a plan says are the bytes that an engine takes; budgets that are too small; memory that is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_on_cpu.build import compiler
+from cuda_on_cpu.sim_device import SimDevice
+from gguf import GGMLQuantizationType as Type
+from hybrid import CPU, config_of, hybrid, part
+from small_models import Spec, all_of, write_model
+
+from hotcold.runtime.engine import Engine
+from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.gpu import choose, device, memory
+from hotcold.runtime.gpu.choose import RESERVE, GpuOptions, Wanted
+from hotcold.runtime.gpu.engine import HybridEngine
+from hotcold.runtime.gpu.placement import GpuPlacement, last_layers
+from hotcold.runtime.plan import make_plan
+from hotcold.runtime.weights import load_weights
+
+pytestmark = pytest.mark.skipif(not compiler()[0], reason="no C++ compiler")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "m.gguf", Spec(patterns=("free",) * 3, biases=True, **all_of(Type.Q8_0)))
+
+
+def planned(path: Path, placement: GpuPlacement, n_ctx: int = 64) -> memory.Vram:
+    with open_gguf(path) as file:
+        config = config_of(path)
+        plan = make_plan(config, load_weights(file, config), "auto", placement)
+        return memory.vram(plan, n_ctx, min(256, n_ctx), SimDevice.context_bytes)
+
+
+@pytest.mark.parametrize("layers", [(CPU, CPU, part(96)), (CPU, part(32, True), part(0)), (part(96),) * 3])
+def test_the_peak_is_what_was_planned(layers: Any, path: Path) -> None:
+    """To the byte, while a model is loaded, reads a prompt and goes on."""
+    gpu = SimDevice()
+    with hybrid(path, layers, device=gpu) as engine:
+        engine.forward(list(range(40)))
+        engine.forward([1])
+        need = planned(path, engine.placement)
+        assert gpu.peak == need.weights + need.state
+        assert engine.vram_bytes == need.total == gpu.peak + gpu.context_bytes
+        assert 0 <= need.weights + need.state - sum(need.by_kind.values()) < 2 * memory.PAGE
+    gpu.close()
+
+
+def test_the_caches_bytes_grow_with_the_context_alone(path: Path) -> None:
+    config = config_of(path)
+    small, large = (planned(path, last_layers(config, 2, budget=0, n_ctx=n), n) for n in (1024, 4096))
+    per_token = 2 * 2 * config.n_head_kv * config.head_dim * 2  # layers, K and V, heads, halves
+    assert large.by_kind["kv"] - small.by_kind["kv"] == per_token * 3072
+    assert large.weights == small.weights
+
+
+def test_every_neuron_of_a_hot_set_costs_its_rows(path: Path) -> None:
+    """Rows of Q8_0: 34 bytes for 32 weights."""
+    config = config_of(path)
+    fewer, more = (
+        planned(path, GpuPlacement("keys", (CPU, CPU, part(hot)), 0, 64)).by_kind for hot in (32, 64)
+    )
+    row = config.n_embd // 32 * 34
+    for kind, rows in (("values", 2 * 32), ("keys", 32)):  # but for the alignment of two arrays
+        assert abs(more[kind] - fewer[kind] - rows * row) < 2 * memory.ALIGNMENT
+
+
+# ------------------------------------------------------------------ choosing
+
+
+def opened(path: Path, card: SimDevice, notes: list[str], **options: Any) -> Engine:
+    return Engine.open(path, threads=1, n_ctx=64, notify=notes.append, gpu=GpuOptions(device=card, **options))
+
+
+def test_as_many_whole_layers_as_fit(path: Path) -> None:
+    config, found = config_of(path), []
+    gpu = SimDevice()
+    sizes = [planned(path, last_layers(config, n, budget=0, n_ctx=64)).total for n in range(1, 4)]
+    for budget in (sizes[0] - 1, sizes[0], sizes[2], sizes[2] + memory.PAGE):
+        notes: list[str] = []
+        with opened(path, gpu, notes, vram_budget=budget) as engine:
+            found.append(config.n_layer - engine.placement.first if isinstance(engine, HybridEngine) else 0)
+            engine.forward([1])
+        assert gpu.used == 0 and (found[-1] or any("everything runs on the CPU" in note for note in notes))
+        gpu.peak = 0
+    assert found[0] == 0 and found[1] >= 1 and found[2:] == [3, 3]
+    gpu.close()
+
+
+def test_layers_by_number_and_everything_on_the_cpu(path: Path) -> None:
+    gpu = SimDevice()
+    for n, first in ((1, 2), (99, 0)):
+        with opened(path, gpu, [], layers=n) as engine:
+            assert isinstance(engine, HybridEngine) and engine.placement.first == first
+    for options in ({"layers": 0}, {"gpu": "off"}):
+        with opened(path, gpu, [], **options) as engine:
+            assert type(engine) is Engine
+    with pytest.raises(HotcoldError, match="--gpu-layers is for --gpu-plan layers, not keys"):
+        GpuOptions(layers=1, plan="keys")
+    with pytest.raises(HotcoldError, match="what is to be on the GPU needs .* --vram-budget is 2 MiB"):
+        opened(path, gpu, [], layers=2, vram_budget=2 << 20)
+    gpu.close()
+
+
+def test_a_solver_is_asked_for_the_budget_and_again_where_its_sizes_are_off(path: Path) -> None:
+    gpu, asked = SimDevice(), []
+    config = config_of(path)
+    need = planned(path, last_layers(config, 3, budget=0, n_ctx=64)).total
+
+    def place(wanted: Wanted) -> GpuPlacement:
+        asked.append(wanted.budget)
+        n = 3 if len(asked) == 1 else 1
+        return last_layers(config, n, budget=wanted.budget, n_ctx=wanted.n_ctx)
+
+    with opened(path, gpu, [], place=place, vram_budget=need - 1) as engine:
+        one = planned(path, last_layers(config, 1, budget=0, n_ctx=64)).total
+        if one < need:
+            assert isinstance(engine, HybridEngine) and engine.placement.first == 2
+            assert asked == [need - 1, need - 2]
+    gpu.close()
+
+
+def test_an_automatic_budget_leaves_something_to_others(path: Path) -> None:
+    gpu, asked = SimDevice(memory=1 << 30), []
+
+    def place(wanted: Wanted) -> GpuPlacement:
+        asked.append(wanted.budget)
+        return last_layers(wanted.config, 3, budget=wanted.budget, n_ctx=wanted.n_ctx)
+
+    with opened(path, gpu, [], place=place):
+        assert asked == [(1 << 30) - RESERVE]
+    gpu.close()
+
+
+def test_memory_taken_by_others_is_an_error_or_a_smaller_plan(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(path)
+    need = planned(path, last_layers(config, 3, budget=0, n_ctx=64)).total
+    gpu = SimDevice(memory=need - (1 << 20))
+    with pytest.raises(HotcoldError, match="1 MiB are missing: another program may use the GPU"):
+        opened(path, gpu, [], placement=last_layers(config, 3, budget=need, n_ctx=64))
+    free = [SimDevice.memory(gpu)[0] + RESERVE + (1 << 21)]  # what is seen first is taken a moment later
+
+    def shrinking() -> tuple[int, int]:
+        return (free.pop() if free else SimDevice.memory(gpu)[0]), gpu.total
+
+    notes: list[str] = []
+    monkeypatch.setattr(gpu, "memory", shrinking)
+    monkeypatch.setattr(choose, "RESERVE", 1 << 20)
+    with opened(path, gpu, notes) as engine:
+        engine.forward([1])
+    assert any("have taken" in note and "making a smaller plan" in note for note in notes)
+    gpu.close()
+
+
+def test_memory_that_goes_while_loading_is_an_error_and_all_is_given_back(path: Path) -> None:
+    gpu = SimDevice()
+    take = gpu.empty
+    gpu.empty = lambda shape, dtype: take((1 << 40,), dtype) if shape[0] > 9 << 20 else take(shape, dtype)  # type: ignore
+    with pytest.raises(HotcoldError, match="MiB are wanted for the KV cache and activations, .* MiB are missing"):
+        opened(path, gpu, [], layers=3)
+    assert gpu.used == 0
+    gpu.close()
+
+
+def test_without_a_gpu_the_reason_is_told_and_required_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(ordinal: int = 0) -> Any:
+        raise device.DeviceUnavailable("no driver; install one")
+
+    monkeypatch.setattr(device, "open_device", none)
+    monkeypatch.setattr(choose, "hardware_exists", lambda: False)
+    for options, told in ((GpuOptions(), False), (GpuOptions(gpu="auto"), True), (GpuOptions(vram_budget=1), True)):
+        notes: list[str] = []
+        with Engine.open(path, threads=1, notify=notes.append, gpu=options) as engine:
+            assert type(engine) is Engine
+        assert ("no GPU: no driver; install one; everything runs on the CPU" in notes) == told
+    with pytest.raises(HotcoldError, match="--gpu required, but there is no GPU: no driver; install one"):
+        Engine.open(path, threads=1, gpu=GpuOptions(gpu="required"))
+
+
+def test_what_the_gpu_cannot_compute_is_told(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "f32.gguf", Spec())
+    gpu, notes = SimDevice(), []  # type: ignore[var-annotated]
+    with opened(path, gpu, notes, layers=2) as engine:
+        assert type(engine) is Engine
+    assert any("is F32, the GPU computes F16" in note and "everything runs on the CPU" in note for note in notes)
+    with pytest.raises(HotcoldError, match="--gpu required, but nothing is computed there: token_embd.weight is F32"):
+        opened(path, gpu, [], layers=2, gpu="required")
+    gpu.close()
