@@ -11,7 +11,7 @@ number above the awaited one means that there was nothing to do. Waiting is boun
 from numba import njit
 
 from hotcold.runtime.kernels.ffn import CHUNK, VALUES
-from hotcold.runtime.kernels.simd import load_f32, load_i32, load_w, store_f32, store_i32, store_i64, store_w
+from hotcold.runtime.kernels.simd import add_w, load_f32, load_i32, load_w, store_f32, store_i32, store_i64, store_w
 from hotcold.runtime.kernels.sync import (
     BROKEN,
     SPINS,
@@ -103,11 +103,9 @@ def take_list(o, count, t, n_threads, own):
     predictor: CANDIDATES, VALUES, or 0 where the list is all neurons from o.first on and is not sent.
     """
     if o.w or o.w2:
-        src, whole = o.src + own, o.cols // 16 * 16
-        for i in range(0, whole, 16):
-            store_w(src + 4 * i, load_w(o.mail_h + 4 * i))
-        for i in range(whole, o.cols):
-            store_f32(src + 4 * i, load_f32(o.mail_h + 4 * i))
+        src = o.src + own
+        for i in range(0, 4 * o.cols, 64):
+            store_w(src + i, load_w(o.mail_h + i))
         if o.quant:
             quantize(src, o.srcb + own, o.cols)
     if o.predictor:
@@ -119,17 +117,16 @@ def take_list(o, count, t, n_threads, own):
 
 
 @njit
-def answer(o, r0, r1, n_threads, arena_size, seq):
+def answer(o, r0, r1, n_threads, acc, arena_size, seq):
     """mail_out[r0:r1] = sum over threads of their accumulators, threads in order; the last thread says it is all there.
 
-    No barrier follows: an accumulator is used again only when the next list has come, and the GPU sends that after it
-    has the answer.
+    acc: thread 0's accumulator, arena_size bytes before the next thread's. r0: a multiple of 16.
     """
-    for j in range(r0, r1):
-        s = load_f32(o.dst + 4 * j)
+    for j in range(4 * r0, 4 * r1, 64):
+        s = load_w(acc + j)
         for k in range(1, n_threads):
-            s += load_f32(o.dst + k * arena_size + 4 * j)
-        store_f32(o.mail_out + 4 * j, s)
+            s = add_w(s, load_w(acc + k * arena_size + j))
+        store_w(o.mail_out + j, s)
     if atomic_add(o.desk + WRITTEN, 1) + 1 == n_threads:
         atomic_store(o.desk + WRITTEN, 0)
         atomic_store(o.done, seq)

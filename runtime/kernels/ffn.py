@@ -225,9 +225,9 @@ def add_four(o, w2, at, values, x, xb, acc):
 
 
 @njit(inline="always")
-def add_neurons(o, w2, n_tok, own, x, xb):
+def add_neurons(o, w2, n_tok, own, x, xb, acc):
     """acc[j] = sum over the listed neurons of token j; all tokens' neurons of a segment before the next segment."""
-    ids, values, lengths, acc = o.aux2 + own, o.dstb + own, o.lengths + own, o.dst + own
+    ids, values, lengths = o.aux2 + own, o.dstb + own, o.lengths + own
     done = lengths + 8 * n_tok
     for j in range(n_tok):
         store_i64(done + 8 * j, 0)
@@ -279,11 +279,12 @@ def list_neurons(o, t, n_threads, j, own, x, xb):
 
 
 @njit(inline="always")
-def sparse_ffn(o, t, n_threads, n_tok, own):
+def sparse_ffn(o, t, n_threads, n_tok, own, acc):
     """Returns (key rows read, neurons computed), sums over the tokens. own: bytes to this thread's private buffers.
 
     src, srcb: x; aux: keys, shared (each thread writes its own neurons'), w = 0: they are there already; aux2, dstb:
-    lists of ids and of values, ld_list bytes from one token's to the next; lengths: 2 words a token; dst: accumulators.
+    lists of ids and of values, ld_list bytes from one token's to the next; lengths: 2 words a token.
+    acc: this thread's accumulators, ld_dst bytes from one token's to the next.
     first: neurons before it are left out (not with a predictor).
     """
     x, xb = o.src + own, o.srcb + own
@@ -297,7 +298,7 @@ def sparse_ffn(o, t, n_threads, n_tok, own):
         store_i64(o.lengths + own + 8 * j, n)
         checked += read
         computed += n
-    add_neurons(o, 0 if o.magnitude else o.w2, n_tok, own, x, xb)
+    add_neurons(o, 0 if o.magnitude else o.w2, n_tok, own, x, xb, acc)
     return checked, computed
 
 

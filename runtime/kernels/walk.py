@@ -262,8 +262,8 @@ def _hidden(o, n_tok, own):
 
 
 @njit(inline="always")
-def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
-    """One operator of the program for this thread."""
+def _step(o, t, n_threads, n_tok, pos, first_out, ctl, slot):
+    """One operator of the program for this thread. slot: bytes to the accumulator of a cold one, else 0."""
     own = t * load_i64(ctl + 8 * A_ARENA_SIZE)  # from a private buffer of thread 0 to this thread's
     scratch = load_i64(ctl + 8 * A_ARENA) + own
     first = first_out if o.head_only else 0
@@ -271,7 +271,7 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl):
         if n_tok > first:
             _matmul(o, t, n_threads, first, n_tok, own, scratch, load_i64(ctl + 8 * A_LOGITS))
     elif o.op == FFN or o.op == COLD:
-        checked, n = sparse_ffn(o, t, n_threads, n_tok if o.op == FFN else 1, own)
+        checked, n = sparse_ffn(o, t, n_threads, n_tok if o.op == FFN else 1, own, o.dst + own + slot)
         at = load_i64(ctl + 8 * A_COUNTS) + 16 * (o.layer * n_threads + t)
         store_i64(at + 8 * CHECKED, load_i64(at + 8 * CHECKED) + checked)
         store_i64(at + 8 * COMPUTED, load_i64(at + 8 * COMPUTED) + n)
@@ -340,11 +340,22 @@ def _receive(o, t, n_threads, ctl):
     return count
 
 
+@njit
+def _slot(o, t, ctl):
+    """Bytes to the accumulator that a cold operator uses: one of two in turn, by the number of barriers passed.
+
+    No barrier follows the answer. A thread that is ahead may start on the next list while others still add up the
+    accumulators of this one; it comes back to the same accumulator only behind the next operator's barrier.
+    """
+    return load_i64(ctl + 8 * (OWN + 8 * t + OWN_PHASE)) % 2 * o.ld_dst
+
+
 @njit(inline="always")
-def _answer(o, t, n_threads, ctl):
+def _answer(o, t, n_threads, ctl, slot):
     """All threads have computed their part of a cold operator: add the parts, and tell the GPU."""
     r0, r1 = share(o.cols, 16, t, n_threads)
-    answer(o, r0, r1, n_threads, load_i64(ctl + 8 * A_ARENA_SIZE), load_i64(ctl + 8 * A_SEQ) + o.layer)
+    seq = load_i64(ctl + 8 * A_SEQ) + o.layer
+    answer(o, r0, r1, n_threads, o.dst + slot, load_i64(ctl + 8 * A_ARENA_SIZE), seq)
     _stamp(o, t, n_threads, ctl, ANSWERED)
 
 
@@ -367,17 +378,19 @@ def _run(program, t, n_threads, ctl):
     cycles = load_i64(ctl + 8 * A_CYCLES)
     for i in range(load_i64(ctl + 8 * A_FIRST_OP), end):
         o = program[i]
-        listed = _receive(o, t, n_threads, ctl) if o.op == COLD else 1
+        listed, slot = 1, 0
+        if o.op == COLD:
+            listed, slot = _receive(o, t, n_threads, ctl), _slot(o, t, ctl)
         began = read_cycles() if cycles else 0
         if listed > 0:
-            _step(o, t, n_threads, n_tok, pos, first_out, ctl)
+            _step(o, t, n_threads, n_tok, pos, first_out, ctl, slot)
         if cycles:
             at = cycles + 8 * (i * n_threads + t)
             store_i64(at, load_i64(at) + read_cycles() - began)
         if o.op == COLD and listed != 0:
             if _meet(t, n_threads, ctl):
                 return
-            _answer(o, t, n_threads, ctl)
+            _answer(o, t, n_threads, ctl, slot)
         if o.sync and i < end - 1 and _meet(t, n_threads, ctl):
             return
     _meet(t, n_threads, ctl)  # ends the run, of no operators as well: none may start the next one early
