@@ -18,11 +18,12 @@ from rich.text import Text
 from hotcold.placement.choices import OBJECTIVES
 from hotcold.placement.hardware import PRESETS, load_hardware
 from hotcold.placement.plan_model import MAX_N_CTX
-from hotcold.placement.plan_vram import Placement
+from hotcold.placement.plan_vram import Placement, to_the_byte
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, safe_text
 from hotcold.runtime.inspect import format_bytes
+from hotcold.runtime.weights import load_weights
 
 DEFAULT_N_CTX = 4096
 AUTO = "auto"
@@ -117,7 +118,9 @@ def placements_from_args(
         hardware = machine_hardware()
     budgets = list(dict.fromkeys(args.vram_budget or [hardware.vram]))
     model = read_model(file, config, args.n_ctx or min(config.n_ctx_train, DEFAULT_N_CTX), frequency)
-    return [solve_budget(model, hardware, budget, args.gpu_plan, objective=args.objective) for budget in budgets]
+    weights = load_weights(file, config)
+    solved = [solve_budget(model, hardware, budget, args.gpu_plan, objective=args.objective) for budget in budgets]
+    return [to_the_byte(placement, config, weights) for placement in solved]
 
 
 def parse_size(text: str) -> int:

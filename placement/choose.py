@@ -9,12 +9,12 @@ A placement that the file has for the same budget, context and machine is used a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotcold.placement.hardware import Hardware
 from hotcold.placement.placement_index import read_placements
 from hotcold.placement.plan_model import PlanModel, read_model
-from hotcold.placement.plan_vram import CPU_ONLY, SHARED, Placement, plan
+from hotcold.placement.plan_vram import CPU_ONLY, SHARED, Placement, plan, to_the_byte
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
@@ -22,6 +22,7 @@ from hotcold.runtime.gguf_file import GGUFFile
 from hotcold.runtime.gpu.placement import KINDS, GpuPlacement
 from hotcold.runtime.inspect import format_bytes
 from hotcold.runtime.keys import Keys
+from hotcold.runtime.weights import load_weights
 
 AUTO = "auto"
 SOLVE_SECONDS = 0.4  # of a plan that a user waits for; the gap that is left is told
@@ -73,7 +74,9 @@ def choose_placement(
         if kept is not None and not every:
             return Choice(kept, _own(kept), kept.notes)
     model = read_model(file, config, n_ctx)
-    found = candidates(model, hardware, budget, kind, sparsity, n_layers=n_layers, every=every)
+    weights = load_weights(file, config)
+    found = [c if c.placement is None else replace(c, placement=to_the_byte(c.placement, config, weights))
+             for c in candidates(model, hardware, budget, kind, sparsity, n_layers=n_layers, every=every)]  # fmt: skip
     placement, why = pick(found, kind, sparsity, budget) if kept is None else (kept, _own(kept))
     more = [*model.notes, *notes, *placement.notes]
     return Choice(placement, why, tuple(dict.fromkeys(more)), tuple(found))
@@ -172,6 +175,12 @@ def _modes(model: PlanModel, kind: str, sparsity: str) -> tuple[str, ...]:
 # ---- the file's own placements
 
 
+def _with_driver(p: Placement, gpu_context: int) -> Placement:
+    """What the driver takes is measured when a GPU is opened, after the file was placed."""
+    used = p.used - p.hardware.gpu_context + gpu_context
+    return replace(p, used=used, hardware=replace(p.hardware, gpu_context=gpu_context))
+
+
 def _kept(
     file: GGUFFile, config: ModelConfig, budget: int, n_ctx: int, hardware: Hardware, kind: str, sparsity: str
 ) -> tuple[Placement | None, list[str]]:  # fmt: skip
@@ -184,7 +193,8 @@ def _kept(
         return None, [f"the file's placements cannot be used, solved anew: {e}"]
     exact = sparsity == AUTO and kind != "predict"
     modes = ("exact", "dense") if exact else ("predict",) if sparsity == AUTO else (sparsity,)
-    fitting = [p for p in placements if p.budget == budget and p.n_ctx == n_ctx and p.hardware == hardware
+    fitting = [p for p in (_with_driver(p, hardware.gpu_context) for p in placements)
+               if (p.budget, p.n_ctx, p.hardware) == (budget, n_ctx, hardware) and p.used <= budget
                and kind in (AUTO, p.kind) and p.sparsity in modes]  # fmt: skip
     if fitting:
         return fitting[-1], []

@@ -1,4 +1,8 @@
-"""How many bytes each part of a model takes on the GPU and in RAM, exactly, from the file's own tensors.
+"""How many bytes each part of a model takes on the GPU and in RAM, from the file's own tensors.
+
+What an engine allocates is runtime/gpu/memory.py's to say. Here its sum is taken apart, so that a solver can count with
+it: bytes per layer and per neuron, and the rest as a bound that holds for every division. engine_vram() is the sum of
+one division to the byte, and never above.
 
 In: an open GGUF, its ModelConfig. Out: ModelBytes. Next: plan_model.py.
 
@@ -10,15 +14,19 @@ token reads one row of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.gguf_file import GGUFFile
+from hotcold.runtime.gpu.placement import GpuPlacement, LayerPlacement
 from hotcold.runtime.kernels import formats
-from hotcold.runtime.weights import load_weights
+from hotcold.runtime.weights import Weights, load_weights
 
-ALIGNMENT = 256  # every array on the GPU starts at a multiple
-_ARRAYS = 40  # on the GPU, at most: per layer, and outside the layers
+if TYPE_CHECKING:
+    from hotcold.runtime.gpu.memory import Vram
+    from hotcold.runtime.plan import Plan
+
 # Key rows as layers with a ReLU after their norms have them: by input column.
 _KEYS_BY_COLUMN = (schema.FFN_GATE_T, schema.FFN_UP_T)
 
@@ -51,11 +59,14 @@ class ModelBytes:
     head: int  # output norm and matrix
     embedding: int  # token and position embeddings
     tied: bool  # the output matrix is the token embedding
-    workspace: int  # activations, logits, lists; alignment of all arrays
+    workspace: int  # activations, logits, lists, prompts; alignment of all arrays
+    cold: int = 0  # more of it where a layer on the GPU leaves neurons to the CPU: in prompts they come through
 
-    def of_context(self, n_ctx: int) -> ModelBytes:
+    def of_context(self, n_ctx: int, room: Room) -> ModelBytes:
         """From those of a context of one token: the same with n_ctx tokens in the KV cache."""
-        return replace(self, layers=tuple(replace(layer, kv=layer.kv * n_ctx) for layer in self.layers))
+        workspace, cold = room.at(n_ctx)
+        return replace(self, workspace=workspace, cold=cold,
+                       layers=tuple(replace(layer, kv=layer.kv * n_ctx) for layer in self.layers))  # fmt: skip
 
     def without_predictors(self) -> ModelBytes:
         """As they are for modes that do not predict, which leave them in the file."""
@@ -66,6 +77,8 @@ class ModelBytes:
         if not any(layer_on_gpu):
             return 0
         total = self.workspace + (self.head if layer_on_gpu[-1] else 0)
+        if any(on and n < layer.n_ff for layer, on, n in zip(self.layers, layer_on_gpu, hot, strict=True)):
+            total += self.cold
         for layer, on_gpu, n_hot, all_keys in zip(self.layers, layer_on_gpu, hot, keys, strict=True):
             total += layer.fixed if on_gpu else 0
             total += n_hot * layer.value_row + (layer.n_ff if all_keys else n_hot) * layer.key_row
@@ -82,11 +95,58 @@ class ModelBytes:
         return total
 
 
+class Room:
+    """Bytes of VRAM that are no layer's and no neuron's: at least what any division of this model needs."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        from hotcold.runtime.plan import choose_sparsity, make_plan, predicts
+
+        mode, _ = choose_sparsity(config, "auto")
+        kind = "keys" if mode == "exact" else "layers"
+        if mode == "exact" and any(predicts(config, layer) for layer in range(config.n_layer)):
+            mode = kind = "predict"
+
+        def plan(less: int) -> Plan:
+            layers = tuple(LayerPlacement(True, n - less, not less) for n in config.n_ff)
+            return make_plan(config, weights, mode, GpuPlacement(kind, layers, 0, 1))
+
+        self._plans = [plan(0)] + ([plan(1)] if kind != "layers" and min(config.n_ff) > 1 else [])
+
+    def at(self, n_ctx: int) -> tuple[int, int]:
+        """-> workspace, cold of a context of n_ctx tokens. 0 where the GPU can compute no layer."""
+        sizes = [self._bytes(plan, n_ctx) for plan in self._plans if plan.placement is not None] or [0]
+        return sizes[0], max(0, sizes[-1] - sizes[0])
+
+    @staticmethod
+    def _bytes(plan: Plan, n_ctx: int) -> int:
+        from hotcold.runtime.engine import N_BATCH  # compiles kernels: not for `place --help`
+        from hotcold.runtime.gpu.memory import ALIGNMENT, PAGE, state_blocks, uploads, weight_blocks
+
+        state = list(state_blocks(plan, n_ctx, min(N_BATCH, n_ctx)))
+        own = sum(block.n_bytes for block in state if block.kind != "kv")
+        widened = sum(2 * rows.rows for rows in uploads(plan) if rows.is_vector)  # a file may have them in F16
+        arrays = len(state) + sum(1 for _ in weight_blocks(plan))
+        return own + widened + arrays * (ALIGNMENT - 1) + 2 * PAGE
+
+
+def engine_vram(
+    config: ModelConfig, weights: Weights, placement: GpuPlacement, sparsity: str, context: int
+) -> Vram | None:  # fmt: skip
+    """What the engine allocates for this placement, to the byte; None where nothing is on the GPU."""
+    from hotcold.runtime.engine import N_BATCH
+    from hotcold.runtime.gpu.memory import vram
+    from hotcold.runtime.plan import make_plan
+
+    plan = make_plan(config, weights, sparsity, placement)
+    n_ctx = placement.n_ctx
+    return None if plan.placement is None else vram(plan, n_ctx, min(N_BATCH, n_ctx), context)
+
+
 def model_bytes(file: GGUFFile, config: ModelConfig, n_ctx: int, kv_type: str = "f16") -> ModelBytes:
     """Raises HotcoldError for a file whose tensors are not those of its model, or of a type that is not computed."""
     from hotcold.runtime.program import KV_TYPES  # imports the compiler: not for `place --help`
 
-    load_weights(file, config)
+    workspace, cold = Room(config, load_weights(file, config)).at(n_ctx)
     parts: list[dict[str, int]] = [{} for _ in range(config.n_layer)]
     outside: dict[str, int] = {}
     for name, info in file.tensors.items():
@@ -101,7 +161,7 @@ def model_bytes(file: GGUFFile, config: ModelConfig, n_ctx: int, kv_type: str = 
     tied = "output.weight" not in outside
     positions = outside.pop("position_embd.weight", 0)
     head = sum(outside.values()) + (embedding if tied else 0)
-    return ModelBytes(layers, head, embedding + positions, tied, workspace_bytes(config))
+    return ModelBytes(layers, head, embedding + positions, tied, workspace, cold)
 
 
 def _layer(config: ModelConfig, number: int, sizes: dict[str, int], kv: int) -> LayerBytes:
@@ -124,16 +184,3 @@ def _layer(config: ModelConfig, number: int, sizes: dict[str, int], kv: int) -> 
         elif name not in tables:
             attention += n_bytes
     return LayerBytes(n_ff, attention, kv, predictor, -(-key // n_ff), -(-value // n_ff), by_column)
-
-
-def workspace_bytes(config: ModelConfig) -> int:
-    """Activations of a block of tokens in f32 and as act blocks, scores, logits, lists of neurons, alignment."""
-    from hotcold.runtime.engine import N_BATCH  # compiles kernels: not for `place --help`
-
-    c = config
-    q, kv, n_ff = c.n_head * c.head_dim, c.n_head_kv * c.head_dim, max(c.n_ff)
-    values = 2 * c.n_embd + 2 * q + 2 * kv + n_ff * (2 if c.gated else 1)  # x, h, q, att, k, v, g, u
-    act_blocks = -(-max(c.n_embd, q, n_ff) // formats.BLOCK) * formats.ACT_BYTES
-    lists = 2 * 4 * n_ff + 4 * n_ff  # who fires on the GPU and on the CPU, and with what value
-    padding = ALIGNMENT * _ARRAYS * (c.n_layer + 1)
-    return N_BATCH * (4 * values + act_blocks) + 4 * c.n_vocab + lists + 4 * c.n_embd + padding

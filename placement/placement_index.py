@@ -16,7 +16,7 @@ from hotcold.placement.choices import OBJECTIVES
 from hotcold.placement.hardware import Hardware, from_json, to_json
 from hotcold.placement.identity import model_id
 from hotcold.placement.plan_model import MAX_N_CTX, in_context, read_model
-from hotcold.placement.plan_vram import SHARED, Placement, evaluate
+from hotcold.placement.plan_vram import SHARED, Placement, evaluate, to_the_byte
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.facts import read_counts, read_placement_facts
@@ -24,6 +24,7 @@ from hotcold.runtime.gguf_file import GGUFFile, safe_text
 from hotcold.runtime.gpu.placement import KINDS, GpuPlacement, LayerPlacement
 from hotcold.runtime.keys import Keys, show
 from hotcold.runtime.plan import SPARSITY_MODES
+from hotcold.runtime.weights import load_weights
 
 
 def placement_metadata(model: str, placements: Sequence[Placement]) -> Metadata:
@@ -69,7 +70,7 @@ def read_placements(file: GGUFFile, config: ModelConfig) -> list[Placement]:
     if any(kind in SHARED for kind in kinds) and (counts is None or not counts.sorted):
         raise keys.error("ffn_neuron_count", "nothing" if counts is None else "counts that are not sorted",
                          "descending counts wherever there is a placement")  # fmt: skip
-    out, token = [], read_model(file, config, n_ctx=1)
+    out, token, weights = [], read_model(file, config, n_ctx=1), load_weights(file, config)
     for i, fact in enumerate(facts):
         hardware = _machine(keys, machines[i], i)
         on_gpu, all_keys = (flags[key][i] for key in (schema.KEY_PLACEMENT_LAYER_ON_GPU,
@@ -87,6 +88,7 @@ def read_placements(file: GGUFFile, config: ModelConfig) -> list[Placement]:
         gpu = GpuPlacement(kinds[i], layers, fact.budget, fact.n_ctx)
         plan = evaluate(in_context(token, config, fact.n_ctx), hardware, fact.budget, kinds[i], modes[i],
                         objectives[i], gpu)  # fmt: skip
+        plan = to_the_byte(plan, config, weights)
         if plan.used > fact.budget:
             raise keys.error(f"key '{schema.KEY_PLACEMENT_BUDGET}'", f"{fact.budget} bytes",
                              f"at least the {plan.used} bytes that this placement takes")  # fmt: skip

@@ -30,6 +30,7 @@ from hotcold.placement.budget import (
 )
 from hotcold.placement.choose import Candidate, Choice, choose_placement
 from hotcold.placement.hardware import PRESETS, Hardware, load_hardware
+from hotcold.placement.memory import engine_vram
 from hotcold.placement.plan_vram import CPU_ONLY, Placement
 from hotcold.runtime.arguments import count
 from hotcold.runtime.config import ModelConfig
@@ -38,6 +39,7 @@ from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
 from hotcold.runtime.inspect import format_bytes
 from hotcold.runtime.plan import SPARSITY_MODES
+from hotcold.runtime.weights import load_weights
 
 if TYPE_CHECKING:
     from hotcold.placement.plan_ops import OpLine
@@ -149,7 +151,19 @@ def make_report(args: argparse.Namespace, file: GGUFFile, config: ModelConfig) -
         lines = op_lines(plan, read_model(file, config, n_ctx), choice.placement)
         if args.ops != ALL_OPS:
             lines, alike = one_of_each(lines)
-    return Report(safe_text(str(args.model)), choice, {}, lines, alike)
+    return Report(safe_text(str(args.model)), choice, _by_kind(file, config, choice.placement), lines, alike)
+
+
+def _by_kind(file: GGUFFile, config: ModelConfig, p: Placement) -> dict[str, int]:
+    """Bytes of VRAM that the engine allocates; their sum is p.used."""
+    if p.kind == CPU_ONLY:
+        return {}
+    found = engine_vram(config, load_weights(file, config), p.for_engine, p.sparsity, p.hardware.gpu_context)
+    if found is None:
+        return {}
+    kinds = {kind: n_bytes for kind, n_bytes in found.by_kind.items() if n_bytes}
+    pages = found.weights + found.state - sum(kinds.values())
+    return {"driver": found.context, **kinds, "whole pages": pages}
 
 
 def hardware_of(text: str | None) -> tuple[Hardware, int]:

@@ -6,11 +6,11 @@ In: an open GGUF and its ModelConfig. Out: frozen PlanModel. Next: plan_vram.py 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hotcold.placement.memory import ModelBytes, model_bytes
+from hotcold.placement.memory import ModelBytes, Room, model_bytes
 from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
@@ -40,6 +40,7 @@ class PlanModel:
     gpu_from: Mapping[str, int]  # "exact" (and dense), "predict" -> the first layer that the GPU can compute
     notes: tuple[str, ...] = ()  # what a user must know of these numbers
     gpu_notes: Mapping[str, tuple[str, ...]] | None = None  # as gpu_from: why it cannot compute the layers before
+    room: Room | None = field(default=None, compare=False)  # for other contexts
 
     @property
     def n_layer(self) -> int:
@@ -84,13 +85,15 @@ def read_model(
         window=config.window, gated=config.gated, split=config.layout == "neuron-split", fires=fires(config),
         by_key=config.activation in schema.SPARSE_ACTIVATIONS, frequency=tuple(np.asarray(f) for f in frequency),
         density=_density(file, config), gpu_from=gpu_from, notes=notes, gpu_notes=gpu_notes,
+        room=Room(config, load_weights(file, config)),
     )  # fmt: skip
 
 
 def in_context(model: PlanModel, config: ModelConfig, n_ctx: int) -> PlanModel:
     """A model read for a context of one token, with room for n_ctx."""
     check_context(config, n_ctx)
-    return replace(model, sizes=model.sizes.of_context(n_ctx), n_ctx=n_ctx)
+    assert model.n_ctx == 1 and model.room is not None
+    return replace(model, sizes=model.sizes.of_context(n_ctx, model.room), n_ctx=n_ctx)
 
 
 def check_context(config: ModelConfig, n_ctx: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hotcold.placement.choices import BATCH, Choices, Layer, Problem, Rates, layer_times, make_problem
 from hotcold.placement.hardware import PRESETS, Hardware
-from hotcold.placement.memory import LayerBytes
+from hotcold.placement.memory import LayerBytes, engine_vram
 from hotcold.placement.plan_model import PlanModel, read_model
 from hotcold.placement.solve import greedy_cost, relaxed, solve_problem
 from hotcold.runtime.config import ModelConfig
@@ -28,6 +28,7 @@ from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, safe_text
 from hotcold.runtime.gpu.placement import KINDS, GpuPlacement, LayerPlacement
 from hotcold.runtime.inspect import format_bytes
+from hotcold.runtime.weights import Weights
 
 CPU_ONLY = "cpu"  # a plan with nothing on the GPU, to compare with
 _TRIED = 8  # numbers of layers, of those that promise most
@@ -54,7 +55,7 @@ class Placement:
     t_layer: tuple[float, ...]  # GPU and CPU overlap in the FFN
     p_cold: tuple[float, ...]  # chance that the GPU waits for the CPU in this layer
     gpu_bytes: tuple[int, ...]
-    used: int  # bytes of VRAM, driver and workspaces included; never above the budget
+    used: int  # bytes of VRAM, driver and workspaces included, at most; never above the budget
     ram: int  # bytes of the model that the CPU reads
     t_rest: float  # of a token outside the layers: head, crossings, logits
     t_token: float
@@ -108,6 +109,16 @@ def plan(
             raise _too_large(model, hardware, budget, p.ram)
         return replace(p, notes=(*notes, *p.notes))
     return _shared(model, hardware, budget, kind, sparsity, objective, n_on, notes, time_limit, n_layers is None)
+
+
+def to_the_byte(placement: Placement, config: ModelConfig, weights: Weights) -> Placement:
+    """The same with `used` as the engine allocates it: the solver counts with a bound that is some MiB above."""
+    if placement.kind == CPU_ONLY:
+        return placement
+    found = engine_vram(config, weights, placement.for_engine, placement.sparsity, placement.hardware.gpu_context)
+    used = 0 if found is None else found.total
+    assert used <= placement.used
+    return replace(placement, used=used)
 
 
 def evaluate(
@@ -171,7 +182,7 @@ def _layers_on_gpu(
     able = model.n_layer - model.gpu_from[mode]
     if not able or (wanted or 0) > able or kind == "all" and able < model.n_layer:
         raise HotcoldError("; ".join(why) or f"the GPU can compute {able} of {model.n_layer} layers")
-    base = hardware.gpu_context + sizes.workspace + sizes.head
+    base = hardware.gpu_context + sizes.workspace + sizes.head + (0 if whole else sizes.cold)
     left, fit = budget - base, 0
     for size in reversed(each[model.n_layer - able :]):
         if size > left:
@@ -197,12 +208,13 @@ def _needs_more(
     n_on: int, kind: str,
 ) -> HotcoldError:  # fmt: skip
     least = base + sum(each[model.n_layer - n_on :])
+    workspace = model.sizes.workspace + (model.sizes.cold if kind in SHARED else 0)
     kv = sum(layer.kv for layer in layers[model.n_layer - n_on :])
     what = "one layer" if n_on == 1 else f"{n_on} layers"
     way_out = "raise the budget, lower --n-ctx or stay on the CPU" if n_on == 1 else "raise the budget, lower --n-ctx"
     return HotcoldError(
         f"--vram-budget {format_bytes(budget)}: at least {format_bytes(least)} ({least} bytes) are needed for plan "
-        f"{kind}: driver {format_bytes(hardware.gpu_context)}, workspaces {format_bytes(model.sizes.workspace)}, "
+        f"{kind}: driver {format_bytes(hardware.gpu_context)}, workspaces {format_bytes(workspace)}, "
         f"output head {format_bytes(model.sizes.head)}, {what} {format_bytes(least - base)} of which "
         f"{format_bytes(kv)} are KV cache for --n-ctx {model.n_ctx}: {way_out}"
     )

@@ -17,7 +17,7 @@ from hotcold.runtime.gguf_file import GGUFFile
 from hotcold.runtime.keys import Keys, show
 
 MAX_TOKENS = 1 << 53
-MAX_PLACEMENTS = 4096
+MAX_PLACEMENTS = 256
 _U32 = (1 << 32) - 1
 
 

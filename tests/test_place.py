@@ -197,7 +197,7 @@ def test_budgets(twelve: Path, saved: Path, tmp_path: Path, capsys: pytest.Captu
         assert f.metadata[schema.KEY_PLACEMENT_MODEL] == model_id(f, ModelConfig.from_gguf(f))
     assert command(tmp_path / "a.gguf") == 0  # shows what the file has
     again = capsys.readouterr().out.splitlines()
-    assert again == out.splitlines()
+    assert [x for x in again if not x.startswith("note ")] == [x for x in out.splitlines() if not x.startswith("note ")]
     assert command(tmp_path / "a.gguf", "-o", tmp_path / "b.gguf", *budgets[2:]) == 0
     with open_gguf(tmp_path / "b.gguf") as f:
         assert f.metadata[schema.KEY_PLACEMENT_BUDGET].tolist() == [12 << 30]

@@ -16,6 +16,10 @@ from hotcold.placement.memory import model_bytes
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.gpu.device import DeviceUnavailable
+from hotcold.runtime.gpu.memory import vram
+from hotcold.runtime.gpu.placement import GpuPlacement, LayerPlacement
+from hotcold.runtime.plan import make_plan
+from hotcold.runtime.weights import load_weights
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -65,9 +69,14 @@ def test_json_adds_up(plan: Run, folder: Path) -> None:
     found = json.loads(out)
     assert code == 0 and found["budget"] == budget and found["n_ctx"] == 64 and found["chosen"] == "keys"
     with open_gguf(folder / "m.gguf") as file:
-        sizes = model_bytes(file, ModelConfig.from_gguf(file), 64)
-    layers = sum(layer["bytes"] for layer in found["layers"])
-    assert found["used"] == CARD.gpu_context + sizes.workspace + sizes.head + layers <= budget
+        config = ModelConfig.from_gguf(file)
+        sizes, weights = model_bytes(file, config, 64), load_weights(file, config)
+        layers = tuple(LayerPlacement(x["on_gpu"], x["hot"], x["keys_on_gpu"]) for x in found["layers"])
+        plan_ = make_plan(config, weights, "exact", GpuPlacement("keys", layers, budget, 64))
+        assert found["used"] == vram(plan_, 64, 64, CARD.gpu_context).total, "what the engine allocates"
+    assert found["used"] == sum(found["memory"].values()) <= budget and found["memory"]["driver"] == CARD.gpu_context
+    bound = CARD.gpu_context + sizes.workspace + sizes.cold + sizes.head + sum(x["bytes"] for x in found["layers"])
+    assert found["used"] <= bound <= budget and bound - found["used"] < 8 << 20
     assert [p["plan"] for p in found["plans"]] == ["all", "keys", "predict", "layers", "cpu"]
     keys = found["plans"][1]
     assert keys["tokens_per_second"] == found["tokens_per_second"] and keys["used"] == found["used"]
