@@ -8,8 +8,9 @@ A placement that the file has for the same budget, context and machine is used a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hotcold.placement.hardware import Hardware
 from hotcold.placement.placement_index import read_placements
@@ -23,6 +24,9 @@ from hotcold.runtime.gpu.placement import KINDS, GpuPlacement
 from hotcold.runtime.inspect import format_bytes
 from hotcold.runtime.keys import Keys
 from hotcold.runtime.weights import load_weights
+
+if TYPE_CHECKING:
+    from hotcold.runtime.gpu.choose import Wanted
 
 AUTO = "auto"
 SOLVE_SECONDS = 0.4  # of a plan that a user waits for; the gap that is left is told
@@ -80,6 +84,23 @@ def choose_placement(
     placement, why = pick(found, kind, sparsity, budget) if kept is None else (kept, _own(kept))
     more = [*model.notes, *notes, *placement.notes]
     return Choice(placement, why, tuple(dict.fromkeys(more)), tuple(found))
+
+
+def placer(notify: Callable[[str], None]) -> Callable[[Wanted], GpuPlacement]:
+    """What runtime/gpu/choose.py asks for a placement, on this machine's figures; notify gets what a user must know."""
+
+    def place(wanted: Wanted) -> GpuPlacement:
+        from hotcold.placement.machine import machine_hardware
+
+        figures = machine_hardware(say=lambda what: notify(f"measuring this machine, once: {what}"))
+        hardware = replace(figures, gpu_context=wanted.device.context_bytes)
+        choice = choose_placement(wanted.file, wanted.config, wanted.budget, wanted.n_ctx, hardware, wanted.kind,
+                                  sparsity=wanted.sparsity)  # fmt: skip
+        for line in (choice.why, *choice.notes):
+            notify(f"GPU: {line}")
+        return choice.gpu
+
+    return place
 
 
 def _own(kept: Placement) -> str:

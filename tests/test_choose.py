@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from small_models import Spec, all_of, write_model
 from test_plan_vram import CARD, HALF, SPECS, counted, frequencies
 
-from hotcold.placement.choose import candidates, choose_placement, pick
+from hotcold.placement.choose import candidates, choose_placement, pick, placer
 from hotcold.placement.hardware import PRESETS, Hardware
 from hotcold.placement.identity import model_id
 from hotcold.placement.memory import LayerBytes, ModelBytes, model_bytes
@@ -25,7 +26,11 @@ from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.gpu.choose import Wanted
+from hotcold.runtime.gpu.memory import vram
 from hotcold.runtime.gpu.placement import check
+from hotcold.runtime.plan import make_plan
+from hotcold.runtime.weights import load_weights
 
 N_CTX = 64
 
@@ -186,3 +191,21 @@ def test_the_files_own_placement(path: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     rewrite(path, bad, metadata=placement_metadata("0" * 64, [made]))
     assert any("the file's placements cannot be used, solved anew: " in note for note in choose(bad, 6 << 20).notes)
+
+
+def test_the_engine_is_handed_a_placement(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the figures of this machine, but with what the driver takes as measured now."""
+    told: list[str] = []
+    monkeypatch.setattr("hotcold.placement.machine.machine_hardware", lambda say: CARD)
+    device: Any = SimpleNamespace(context_bytes=3 << 20)
+    with open_gguf(path) as file:
+        config = ModelConfig.from_gguf(file)
+        weights = load_weights(file, config)
+        for sparsity, kind in (("exact", "auto"), ("dense", "layers")):
+            wanted = Wanted(file, config, weights, sparsity, kind, 9 << 20, N_CTX, N_CTX, device)
+            placement = placer(told.append)(wanted)
+            plan = make_plan(config, weights, sparsity, placement)
+            assert plan.placement == placement and vram(plan, N_CTX, N_CTX, 3 << 20).total <= 9 << 20
+        with pytest.raises(HotcoldError, match="--gpu-plan keys: not for --sparsity dense"):
+            placer(told.append)(Wanted(file, config, weights, "dense", "keys", 9 << 20, N_CTX, N_CTX, device))
+    assert told[0].startswith("GPU: plan all: the fastest that is exact")
