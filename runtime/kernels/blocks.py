@@ -23,7 +23,17 @@ from hotcold.runtime.kernels.formats import (
     Q8_0,
 )
 from hotcold.runtime.kernels.rows import AHEAD, NONE, dot4, row1, row16
-from hotcold.runtime.kernels.simd import load_f32, load_i32, store_f32, store_w, zero_w
+from hotcold.runtime.kernels.simd import (
+    add_w,
+    load_f32,
+    load_i32,
+    load_w,
+    mul_w,
+    splat_w,
+    store_f32,
+    store_w,
+    zero_w,
+)
 from hotcold.runtime.kernels.tiles import (
     FLOAT_ROWS,
     FLOAT_VECTORS,
@@ -33,6 +43,7 @@ from hotcold.runtime.kernels.tiles import (
     byte_tile,
     byte_tile_halves,
     byte_tile_minimum,
+    byte_tile_q8,
     float_tile,
     pack_bf16,
     pack_f16,
@@ -67,6 +78,20 @@ def finish(dst, y, bias, row, scale, add):
 
 
 @njit
+def finish_rows(dst, tile, bias, row, rows, scale, add):
+    """finish() of the sums of one token in a tile: `row` and the rows - 1 after it."""
+    whole = rows // LANES * LANES
+    for j in range(0, whole, LANES):
+        y, at = load_w(tile + 4 * j), dst + 4 * (row + j)
+        if bias:
+            y = add_w(y, load_w(bias + 4 * (row + j)))
+        y = mul_w(y, splat_w(scale))
+        store_w(at, add_w(load_w(at), y) if add else y)
+    for j in range(whole, rows):
+        finish(dst, load_f32(tile + 4 * j), bias, row + j, scale, add)
+
+
+@njit
 def pack_bytes(qt, a, stride, last, ids, n, panel):
     """Byte panel (tiles.py) of rows 0..last of a quantized matrix, or of a list of rows."""
     if qt == Q8_0:
@@ -92,8 +117,10 @@ def multiply_bytes(qt, panel, n, xb, ldxb, last, out):
     """One tile of sums from a byte panel of n columns: tokens 0..last."""
     if qt == Q6_K:
         byte_tile_halves(panel, n // 32, 4, xb, ldxb, last, out)
-    elif qt == Q8_0 or qt == Q4_0 or qt == Q5_0:
-        byte_tile(panel, n // 32, 16 if qt == Q8_0 else 1 if qt == Q4_0 else 2, xb, ldxb, last, out)
+    elif qt == Q8_0:
+        byte_tile_q8(panel, n // 32, 16, xb, ldxb, last, out)
+    elif qt == Q4_0 or qt == Q5_0:
+        byte_tile(panel, n // 32, 1 if qt == Q4_0 else 2, xb, ldxb, last, out)
     else:
         byte_tile_minimum(panel, n // 32, 0, xb, ldxb, last, out)
 
@@ -168,11 +195,11 @@ def matmul(o, r0, r1, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch, ids):
                 float_tile(panel, o.cols, x + t * ldx, ldx, tokens - 1, scratch)
             for i in range(tokens):
                 tile = scratch + 4 * i * width
-                for j in range(rows):
-                    y = load_f32(tile + 4 * j)
-                    if ids and o.bias:
-                        y += load_f32(o.bias + 4 * load_i32(some + 4 * j))
-                    finish(dst + (t + i) * ldd, y, 0 if ids else o.bias, r + j, o.scale, o.add)
+                if ids and o.bias:
+                    for j in range(rows):
+                        at = tile + 4 * j
+                        store_f32(at, load_f32(at) + load_f32(o.bias + 4 * load_i32(some + 4 * j)))
+                finish_rows(dst + (t + i) * ldd, tile, 0 if ids else o.bias, r, rows, o.scale, o.add)
 
 
 @njit
@@ -217,7 +244,6 @@ def matmul_columns(o, c0, c1, n_tok, x, ldx, dst, ldd, scratch, ids, n_ids):
                 tokens = min(TILE_TOKENS, n_tok - t)
                 float_tile(panel, end - n, x + t * ldx + 4 * n, ldx, tokens - 1, scratch)
                 for i in range(tokens):
-                    for j in range(width):
-                        y = load_f32(scratch + 4 * (i * FLOAT_ROWS + j))
-                        finish(dst + (t + i) * ldd, y, bias, c + j, o.scale, o.add or depth > 0)
+                    tile = scratch + 4 * i * FLOAT_ROWS
+                    finish_rows(dst + (t + i) * ldd, tile, bias, c, width, o.scale, o.add or depth > 0)
             n = end

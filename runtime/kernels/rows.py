@@ -47,10 +47,16 @@ from hotcold.runtime.kernels.quants import (
     part_q5_1,
 )
 from hotcold.runtime.kernels.simd import (
+    PAIRS,
     WIDE,
+    add_halves,
     add_w,
     dot_q8,
     dpbusd_small,
+    each0,
+    each1,
+    each2,
+    each3,
     fma,
     fma_w,
     hsum,
@@ -69,10 +75,12 @@ from hotcold.runtime.kernels.simd import (
     load_f16,
     load_f32,
     load_four_each,
+    load_fours,
     load_nibbles,
     load_s8w,
     load_s16,
     load_scales,
+    load_two,
     load_u8w,
     load_v,
     load_vb,
@@ -81,8 +89,10 @@ from hotcold.runtime.kernels.simd import (
     load_wb,
     load_wh,
     low_nibble_w,
+    nibble_products,
     prefetch_l2,
     shr4w,
+    signed_products,
     splat,
     splat_w,
     store_f32,
@@ -122,10 +132,14 @@ def _float_format(load16, load8, load1, size):
     step, step8 = 16 * size, 8 * size
 
     @njit(inline="always")
-    def step4(a, p, x0, x1, x2, x3, s):
-        """64 weights of a row, added to its four sums."""
+    def ahead(a, p):
         for line in range(size):  # 64 weights are `size` cache lines
             prefetch_l2(a + p + 64 * line)
+
+    @njit(inline="always")
+    def step4(a, p, x0, x1, x2, x3, s):
+        """64 weights of a row, added to its four sums."""
+        ahead(a, p)
         return (
             fma_w(load16(a), x0, s[0]),
             fma_w(load16(a + step), x1, s[1]),
@@ -141,25 +155,20 @@ def _float_format(load16, load8, load1, size):
             tail = fma(load8(a), load_v(x), tail)
             a += step8
             x += 32
-        y = hsum_w(add_w(add_w(s[0], s[1]), add_w(s[2], s[3]))) + hsum(tail)
+        y = hsum_w(s) + hsum(tail)
         for _ in range(n % 8):
             y += load1(a) * load_f32(x)
             a += size
             x += 4
         return y
 
-    @njit
-    def dot(a, p, n, x):
-        s = (zero_w(), zero_w(), zero_w(), zero_w())
-        for _ in range(n // 64):
-            s = step4(a, p, load_w(x), load_w(x + 64), load_w(x + 128), load_w(x + 192), s)
-            a += 4 * step
-            x += 256
-        return ending(a, n, x, s)
+    @njit(inline="always")
+    def four_sums(s):
+        return add_w(add_w(s[0], s[1]), add_w(s[2], s[3]))
 
     @njit
-    def dot4_together(a0, a1, a2, a3, p0, p1, p2, p3, n, x):
-        """The rows side by side, each with the sums of `dot`: four streams from memory, x loaded once."""
+    def dot4_wide(a0, a1, a2, a3, p0, p1, p2, p3, n, x):
+        """The rows side by side, each with four sums: four streams from memory, x loaded once."""
         z = zero_w()
         s0 = s1 = s2 = s3 = (z, z, z, z)
         for _ in range(n // 64):
@@ -173,13 +182,32 @@ def _float_format(load16, load8, load1, size):
             a2 += 4 * step
             a3 += 4 * step
             x += 256
-        return ending(a0, n, x, s0), ending(a1, n, x, s1), ending(a2, n, x, s2), ending(a3, n, x, s3)
+        return (ending(a0, n, x, four_sums(s0)), ending(a1, n, x, four_sums(s1)), ending(a2, n, x, four_sums(s2)),
+                ending(a3, n, x, four_sums(s3)))  # fmt: skip
 
     @njit
-    def dot4_in_turn(a0, a1, a2, a3, p0, p1, p2, p3, n, x):
-        return dot(a0, p0, n, x), dot(a1, p1, n, x), dot(a2, p2, n, x), dot(a3, p3, n, x)
+    def dot4_narrow(a0, a1, a2, a3, p0, p1, p2, p3, n, x):
+        """The same with one sum per row: with 16 registers of 256 bits, four rows have no more."""
+        s0 = s1 = s2 = s3 = zero_w()
+        for _ in range(n // 64):
+            ahead(a0, p0)
+            ahead(a1, p1)
+            ahead(a2, p2)
+            ahead(a3, p3)
+            for _ in range(4):
+                x0 = load_w(x)
+                s0 = fma_w(load16(a0), x0, s0)
+                s1 = fma_w(load16(a1), x0, s1)
+                s2 = fma_w(load16(a2), x0, s2)
+                s3 = fma_w(load16(a3), x0, s3)
+                a0 += step
+                a1 += step
+                a2 += step
+                a3 += step
+                x += 64
+        return ending(a0, n, x, s0), ending(a1, n, x, s1), ending(a2, n, x, s2), ending(a3, n, x, s3)
 
-    dot4 = dot4_together if WIDE else dot4_in_turn  # otherwise there are not enough registers
+    dot4 = dot4_wide if WIDE else dot4_narrow
 
     @njit
     def axpy4(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc):
@@ -305,6 +333,48 @@ def _zero_point_dot(sums, size):
     return dot4
 
 
+def _pair_dot(products, sums, size, zero):
+    """The same rows, two blocks of a row in the halves of one vector: half the sums, and scales stay in their half.
+
+    products: of two blocks; sums: of one, the zero point subtracted; zero: the zero point that products leave in.
+    """
+
+    @njit
+    def dot4(a0, a1, a2, a3, p0, p1, p2, p3, n, xb):
+        s0, s1, s2, s3 = vzero(), vzero(), vzero(), vzero()
+        lows = vzero()  # scale * sum of activations: of each row and of the next block of it, as load_scales has them
+        for _ in range(n // 64):
+            prefetch_l2(a0 + p0)  # one line for two blocks (36 to 68 bytes)
+            prefetch_l2(a1 + p1)
+            prefetch_l2(a2 + p2)
+            prefetch_l2(a3 + p3)
+            next_ = xb + ACT_BYTES
+            scales, acts = load_scales(a0, a1, a2, a3, size), load_fours(xb + ACT_D, next_ + ACT_D)
+            d = vmul(scales, each0(acts))
+            if zero:
+                lows = fma(scales, each2(acts), lows)  # ACT_DSUM, two words after ACT_D
+            low, high = load_two(xb, next_), load_two(xb + 16, next_ + 16)
+            s0 = fma(products(a0 + 2, a0 + 2 + size, low, high), each0(d), s0)
+            s1 = fma(products(a1 + 2, a1 + 2 + size, low, high), each1(d), s1)
+            s2 = fma(products(a2 + 2, a2 + 2 + size, low, high), each2(d), s2)
+            s3 = fma(products(a3 + 2, a3 + 2 + size, low, high), each3(d), s3)
+            xb += 2 * ACT_BYTES
+            a0 += 2 * size
+            a1 += 2 * size
+            a2 += 2 * size
+            a3 += 2 * size
+        if n % 64:
+            q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
+            s0 = fma(sums(a0, q, m), vmul(splat(load_f16(a0)), d), s0)
+            s1 = fma(sums(a1, q, m), vmul(splat(load_f16(a1)), d), s1)
+            s2 = fma(sums(a2, q, m), vmul(splat(load_f16(a2)), d), s2)
+            s3 = fma(sums(a3, q, m), vmul(splat(load_f16(a3)), d), s3)
+        y = add_halves(lows)
+        return hsum(s0) - zero * y[0], hsum(s1) - zero * y[1], hsum(s2) - zero * y[2], hsum(s3) - zero * y[3]
+
+    return dot4
+
+
 def _block_dot(block, size):
     """Rows of the other formats."""
 
@@ -372,8 +442,12 @@ def _block_axpy(scaled, size):
     return axpy4
 
 
-dot4_q8, axpy4_q8 = _zero_point_dot(_q8_sums, Q8_0_BYTES), _block_axpy(_q8_scaled, Q8_0_BYTES)
-dot4_q4, axpy4_q4 = _zero_point_dot(_q4_sums, Q4_0_BYTES), _block_axpy(_q4_scaled, Q4_0_BYTES)
+if PAIRS:
+    dot4_q8 = _pair_dot(signed_products, _q8_sums, Q8_0_BYTES, ZERO)
+else:
+    dot4_q8 = _zero_point_dot(_q8_sums, Q8_0_BYTES)
+dot4_q4 = _pair_dot(nibble_products, _q4_sums, Q4_0_BYTES, np.float32(8.0))
+axpy4_q8, axpy4_q4 = _block_axpy(_q8_scaled, Q8_0_BYTES), _block_axpy(_q4_scaled, Q4_0_BYTES)
 dot4_q5_0, axpy4_q5_0 = _block_dot(dot_q5_0, Q5_0_BYTES), _block_axpy(_scaled(part_q5_0), Q5_0_BYTES)
 dot4_q4_1, axpy4_q4_1 = _block_dot(dot_q4_1, Q4_1_BYTES), _block_axpy(_scaled(part_q4_1), Q4_1_BYTES)
 dot4_q5_1, axpy4_q5_1 = _block_dot(dot_q5_1, Q5_1_BYTES), _block_axpy(_scaled(part_q5_1), Q5_1_BYTES)

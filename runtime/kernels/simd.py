@@ -24,6 +24,7 @@ from hotcold.runtime.kernels.isa import CHOSEN
 
 ISA = CHOSEN.name
 X86, WIDE, MISSING = CHOSEN.x86, CHOSEN.wide, CHOSEN.missing
+PAIRS = CHOSEN.name == "avx2"  # bytes are multiplied in pairs and nothing else: see paired()
 _DPBUSD_TAKES_BYTES = llvm.llvm_version_info[0] >= 22  # the intrinsic's operands became byte vectors in LLVM 22
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -143,10 +144,7 @@ def dot_q8_value(b: ir.IRBuilder, sums: Any, weights: Any, q: Any) -> Any:
     """i32x8 of sums of four products: any s8 weights with act values q, -127..127; sums: their -8 * sum of four."""
     lanes = sums.type.count
     if lanes in CHOSEN.madd and lanes not in CHOSEN.vnni:
-        # |w| <= 128 as an unsigned byte, and q with the sign of w.
-        size = call(b, f"llvm.abs.v{4 * lanes}i8", weights.type, weights, ir.IntType(1)(0))
-        signed = call(b, "llvm.x86.avx2.psign.b", q.type, q, weights)
-        return _pair_products(b, byte_pairs(b, size, signed), _ones(lanes))
+        return _pair_products(b, _signed_pairs(b, weights, q), _ones(lanes))
     start = b.shl(sums, const(sums.type, [4] * lanes))  # weights are offset by 128, 16 times 8
     return dpbusd_value(b, start, b.xor(weights, const(weights.type, [128] * (4 * lanes))), q)
 
@@ -157,6 +155,31 @@ def byte_pairs(b: ir.IRBuilder, unsigned: Any, signed: Any) -> Any:
     words = ir.VectorType(I16, unsigned.type.count // 2)
     name = "llvm.x86.avx2.pmadd.ub.sw" if words.count == 16 else "llvm.x86.avx512.pmaddubs.w.512"
     return call(b, name, words, unsigned, signed)
+
+
+def paired(b: ir.IRBuilder, unsigned: Any, signed: Any) -> Any:
+    """byte_pairs() of vectors of twice the width, PAIRS only: what two registers hold."""
+    return _joined(b, [byte_pairs(b, u, s) for u, s in zip(_halves(b, unsigned), _halves(b, signed), strict=True)])
+
+
+def paired_signed(b: ir.IRBuilder, weights: Any, q: Any) -> Any:
+    """The same of signed bytes: the sign of a weight goes to the value, -127..127, that it meets."""
+    return _joined(b, [_signed_pairs(b, w, x) for w, x in zip(_halves(b, weights), _halves(b, q), strict=True)])
+
+
+def pair_totals(b: ir.IRBuilder, words: Any) -> Any:
+    """What paired() gave -> <16 x i32> sums of four products."""
+    return _joined(b, [_pair_products(b, half, _ones(8)) for half in _halves(b, words)])
+
+
+def _signed_pairs(b: ir.IRBuilder, weights: Any, q: Any) -> Any:
+    """|w| <= 128 as an unsigned byte, and q with the sign of w."""
+    size = call(b, f"llvm.abs.v{weights.type.count}i8", weights.type, weights, ir.IntType(1)(0))
+    return byte_pairs(b, size, call(b, "llvm.x86.avx2.psign.b", q.type, q, weights))
+
+
+def _joined(b: ir.IRBuilder, halves: list) -> Any:
+    return shuffle(b, *halves, range(2 * halves[0].type.count))
 
 
 def _pair_products(b: ir.IRBuilder, x: Any, y: Any) -> Any:
@@ -376,6 +399,43 @@ def dot_q8(b, sums, weights, q):
     return dot_q8_value(b, sums, weights, q)
 
 
+@emit(f32x8, addr, addr, i8x32, i8x32)
+def nibble_products(b, first, second, low, high):
+    """Sums of products of two blocks of Q4_0 nibbles, 16 bytes each: one block in lanes 0..3, the other in 4..7.
+
+    low, high: values 0..15 of both act blocks, and values 16..31.
+    """
+    v = shuffle(b, load(b, first, B16), load(b, second, B16), range(32))
+    fifteen, words = const(i8x32.ll, [15] * 32), ir.VectorType(I16, 16)
+    lower, shifted = b.and_(v, fifteen), b.lshr(b.bitcast(v, words), const(words, [4] * 16))
+    upper = b.and_(b.bitcast(shifted, i8x32.ll), fifteen)
+    if PAIRS:  # four products of 15 * 127 fit into 16 bits
+        words_ = b.add(byte_pairs(b, lower, low), byte_pairs(b, upper, high))
+        return b.sitofp(_pair_products(b, words_, _ones(8)), f32x8.ll)
+    zero = const(i32x8.ll, [0] * 8)
+    return b.sitofp(dpbusd_value(b, dpbusd_value(b, zero, lower, low, 15), upper, high, 15), f32x8.ll)
+
+
+@emit(f32x8, addr, addr, i8x32, i8x32)
+def signed_products(b, first, second, low, high):
+    """The same of two blocks of 32 signed bytes; PAIRS only."""
+    lower = shuffle(b, load(b, first, B16), load(b, second, B16), range(32))
+    upper = shuffle(b, load(b, b.add(first, I64(16)), B16), load(b, b.add(second, I64(16)), B16), range(32))
+    sums = [_pair_products(b, _signed_pairs(b, w, q), _ones(8)) for w, q in ((lower, low), (upper, high))]
+    return b.sitofp(b.add(*sums), f32x8.ll)
+
+
+@emit(i8x32, addr, addr)
+def load_two(b, first, second):  # 16 bytes each
+    return shuffle(b, load(b, first, B16), load(b, second, B16), range(32))
+
+
+@emit(f32x8, addr, addr)
+def load_fours(b, first, second):  # four f32 each
+    four = ir.VectorType(F32, 4)
+    return shuffle(b, load(b, first, four), load(b, second, four), range(8))
+
+
 @emit(i8x32)
 def eights(b):
     return const(i8x32.ll, [8] * 32)
@@ -426,6 +486,26 @@ def _lane(i: int) -> Any:
 
 
 lane0, lane1, lane2, lane3, lane4, lane5, lane6, lane7 = (_lane(i) for i in range(8))
+
+
+def _each_half(i: int) -> Any:
+    @emit(f32x8, f32x8)
+    def each(b, v):  # lane i of each half in all lanes of that half
+        return shuffle(b, v, v, [i] * 4 + [4 + i] * 4)
+
+    return each
+
+
+each0, each1, each2, each3 = (_each_half(i) for i in range(4))
+
+
+@emit(types.UniTuple(types.float32, 4), f32x8)
+def add_halves(b, v):
+    four = b.fadd(shuffle(b, v, v, range(4)), shuffle(b, v, v, range(4, 8)))
+    result = ir.Constant(ir.ArrayType(F32, 4), ir.Undefined)
+    for i in range(4):
+        result = b.insert_value(result, b.extract_element(four, I32(i)), i)
+    return result
 
 
 # ------------------------------------------------------------------ sign bits

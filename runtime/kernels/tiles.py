@@ -6,7 +6,7 @@ A panel holds LANES = 16 rows of the weight matrix side by side: lane = row, so 
 scale a broadcast.
 
     float panel   [k][16] f32                                   (two of them side by side: [k][32])
-    byte panel    [k/32] x { [8][16][4] u8 values, [16] f32 scale, [16] f32 second }
+    byte panel    [k/32] x { [8][16][4] u8 values, [16] f32 scale, [16] f32 second }    (Q8_0 with PAIRS: s8 values)
 
 What `second` is depends on the format: nothing (and absent), a minimum to add, or the scale of the last 16 columns.
 """
@@ -33,6 +33,7 @@ from hotcold.runtime.kernels.simd import (
     I8,
     I32,
     I64,
+    PAIRS,
     WIDE,
     addr,
     const,
@@ -43,6 +44,9 @@ from hotcold.runtime.kernels.simd import (
     i8x64,
     i32x16,
     load,
+    pair_totals,
+    paired,
+    paired_signed,
     shuffle,
     splat_value,
     store,
@@ -84,14 +88,17 @@ def float_tile(b, panel, k, x, ldx, last, out):
         store(b, _add(b, out, 64 * i), b.load(cell))
 
 
-def _byte_tile(minimum: bool = False, halves: bool = False):
-    """Tiles of formats with a zero point, with a minimum, or with a zero point and a scale per 16 columns."""
+def _byte_tile(minimum: bool = False, halves: bool = False, most: int = 63, signed: bool = False):
+    """Tiles of formats with a zero point, with a minimum, or with a zero point and a scale per 16 columns.
+
+    most: what no value of the panel exceeds. signed: its bytes are signed, without a zero point.
+    """
 
     @emit(types.void, addr, types.int64, types.int32, addr, types.int64, types.int64, addr)
     def byte_tile(b, panel, blocks, zero_times, xb, ldx, last, out):
         """out[t][16] = sum over blocks of (u8 panel . act block) * scales, t < TILE_TOKENS. ldx in bytes.
 
-        zero_times: the zero point by 8, as act blocks carry -8 * sum; unused with a minimum.
+        zero_times: the zero point by 8, as act blocks carry -8 * sum; unused with a minimum and with signed bytes.
         """
         rows = [b.add(xb, b.mul(ldx, _smaller(b, t, last))) for t in range(TILE_TOKENS)]
         cells = _accumulators(b, f32x16.ll, TILE_TOKENS)
@@ -100,22 +107,21 @@ def _byte_tile(minimum: bool = False, halves: bool = False):
             weights = [load(b, _add(b, at, 64 * g), i8x64.ll) for g in range(8)]
             scale = load(b, _add(b, at, SCALE), f32x16.ll)
             second = load(b, _add(b, at, SECOND), f32x16.ll) if minimum or halves else None
-            for row, cell in zip(rows, cells, strict=True):
-                act = b.add(row, b.mul(loop.index, I64(ACT_BYTES)))
-                total, d = b.load(cell), _splat_at(b, _add(b, act, ACT_D))
-                if minimum:
-                    sums = ir.Constant(i32x16.ll, None)
-                    total = fma_value(b, second, _splat_at(b, _add(b, act, ACT_DSUM)), total)
-                    total = _products(b, sums, weights, act, 0, b.fmul(scale, d), total)
-                elif halves:
-                    whole, first = (load(b, _add(b, act, at), I32) for at in (ACT_SUM, ACT_HALF))
-                    starts = [splat_value(b, b.mul(s, zero_times), LANES) for s in (first, b.sub(whole, first))]
-                    total = _products(b, starts[0], weights[:4], act, 0, b.fmul(scale, d), total)
-                    total = _products(b, starts[1], weights[4:], act, 4, b.fmul(second, d), total)
-                else:
-                    start = b.mul(load(b, _add(b, act, ACT_SUM), I32), zero_times)
-                    sums = splat_value(b, start, LANES)
-                    total = _products(b, sums, weights, act, 0, b.fmul(scale, d), total, most=255)
+            acts = [b.add(row, b.mul(loop.index, I64(ACT_BYTES))) for row in rows]
+            totals = [b.load(cell) for cell in cells]
+            ds = [_splat_at(b, _add(b, act, ACT_D)) for act in acts]
+            parts = [(weights, 0, scale)]
+            if minimum:
+                lows = [_splat_at(b, _add(b, act, ACT_DSUM)) for act in acts]
+                totals = [fma_value(b, second, low, total) for low, total in zip(lows, totals, strict=True)]
+            elif halves:
+                parts = [(weights[:4], 0, scale), (weights[4:], 4, second)]
+            for some, first, numbers in parts:
+                starts = None if minimum or signed else [_start(b, act, zero_times, first, halves) for act in acts]
+                sums = _products(b, starts, some, acts, first, most, signed)
+                for t, d in enumerate(ds):
+                    totals[t] = fma_value(b, b.sitofp(sums[t], f32x16.ll), b.fmul(numbers, d), totals[t])
+            for cell, total in zip(cells, totals, strict=True):
                 b.store(total, cell)
         for i, cell in enumerate(cells):
             store(b, _add(b, out, 64 * i), b.load(cell))
@@ -123,19 +129,50 @@ def _byte_tile(minimum: bool = False, halves: bool = False):
     return byte_tile
 
 
+def _start(b: ir.IRBuilder, act, zero_times, first: int, halves: bool):
+    """What an integer sum starts at: minus the share of the zero point, of a whole act block or of a half of it."""
+    total = load(b, _add(b, act, ACT_HALF if halves and not first else ACT_SUM), I32)
+    if first:
+        total = b.sub(total, load(b, _add(b, act, ACT_HALF), I32))
+    return splat_value(b, b.mul(total, zero_times), LANES)
+
+
 def _splat_at(b: ir.IRBuilder, a):
     return splat_value(b, load(b, a, F32), LANES)
 
 
-def _products(b: ir.IRBuilder, sums, weights: list, act, first: int, scale, total, most: int = 63):
-    """total + scale * (sums + weights . values 4 * first.. of an act block); most: what no weight exceeds."""
-    for g, weight in enumerate(weights, first):
-        four = splat_value(b, load(b, _add(b, act, 4 * g), I32), LANES)
-        sums = dpbusd_value(b, sums, weight, b.bitcast(four, i8x64.ll), most)
-    return fma_value(b, b.sitofp(sums, f32x16.ll), scale, total)
+def _products(b: ir.IRBuilder, starts: list | None, weights: list, acts: list, first: int, most: int, signed: bool):
+    """Of each token starts + weights . values 4 * first.. of its act block.
+
+    Without an instruction for it, products of bytes are summed in pairs as 16-bit numbers, and as many pairs are added
+    in 16 bits as surely fit. The tokens are then the inner loop: weights stay in the few registers, sums too.
+    """
+    sums = starts or [ir.Constant(i32x16.ll, None)] * len(acts)
+
+    def four(act, g):
+        return b.bitcast(splat_value(b, load(b, _add(b, act, 4 * (first + g)), I32), LANES), i8x64.ll)
+
+    if not PAIRS:
+        for t, act in enumerate(acts):
+            for g, weight in enumerate(weights):
+                sums[t] = dpbusd_value(b, sums[t], weight, four(act, g), most)
+        return sums
+    fit = 1 if signed else 32767 // (2 * 127 * most)
+    sums = list(sums)
+    for group in range(0, len(weights), fit):
+        words: list = [None] * len(acts)
+        for g in range(group, min(group + fit, len(weights))):
+            for t, act in enumerate(acts):
+                new = (paired_signed if signed else paired)(b, weights[g], four(act, g))
+                words[t] = new if words[t] is None else b.add(words[t], new)
+        sums = [b.add(total, pair_totals(b, word)) for total, word in zip(sums, words, strict=True)]
+    return sums
 
 
-byte_tile, byte_tile_minimum, byte_tile_halves = _byte_tile(), _byte_tile(minimum=True), _byte_tile(halves=True)
+# Formats with a zero point: of Q8_0 all 256 values occur, of the others at most 32.
+byte_tile_q8 = _byte_tile(most=255, signed=PAIRS)
+byte_tile = _byte_tile(most=31)
+byte_tile_minimum, byte_tile_halves = _byte_tile(minimum=True, most=31), _byte_tile(halves=True)
 
 
 def _smaller(b: ir.IRBuilder, t: int, last):
@@ -225,7 +262,7 @@ def _super_packer(f: SuperBlock):
 
 def _decode_q8(b, a):
     v = load(b, _add(b, a, 2), ir.VectorType(I8, 32))
-    return b.xor(v, const(v.type, [128] * 32))
+    return v if PAIRS else b.xor(v, const(v.type, [128] * 32))
 
 
 def _decode_q4(b, a):
