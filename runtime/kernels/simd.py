@@ -57,12 +57,16 @@ f32x8, i32x8, i8x32 = VecType("f32", 8), VecType("i32", 8), VecType("i8", 32)
 f32x16, i32x16, i8x64 = VecType("f32", 16), VecType("i32", 16), VecType("i8", 64)
 
 
-def emit(ret: types.Type, *arg_types: types.Type) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: f(builder, *llvm_values) -> llvm_value becomes an intrinsic of fixed signature."""
+def emit(ret: types.Type, *arg_types: types.Type, apart: str = "") -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: f(builder, *llvm_values) -> llvm_value becomes an intrinsic of fixed signature.
+
+    apart: the name of a function of its own, without a result. A loop that needs all registers must not share them with
+    the large functions around it: there, LLVM keeps a sum in memory now and then, and the loop takes twice the time.
+    """
 
     def decorate(f: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, values: Sequence[Any]) -> Any:
-            result = f(builder, *values)
+            result = _call_apart(builder, apart, f, values) if apart else f(builder, *values)
             return context.get_dummy_value() if ret is types.void else result
 
         def typer(context: Any, *args: Any) -> Any:
@@ -76,6 +80,21 @@ def emit(ret: types.Type, *arg_types: types.Type) -> Callable[[Callable[..., Any
         return intrinsic(typer)
 
     return decorate
+
+
+def _call_apart(b: ir.IRBuilder, name: str, f: Callable[..., Any], values: Sequence[Any]) -> None:
+    """Call f as a function of this module, which is made at its first call."""
+    kind = ir.FunctionType(VOID, [value.type for value in values])
+    function = b.module.globals.get(name)
+    if function is None:
+        function = ir.Function(b.module, kind, name)
+        function.linkage = "internal"  # another module's is never taken for it
+        function.attributes.add("noinline")
+        function.attributes.add("nounwind")
+        inner = ir.IRBuilder(function.append_basic_block("entry"))
+        f(inner, *function.args)
+        inner.ret_void()
+    b.call(function, values)
 
 
 # ------------------------------------------------------------------ IR helpers

@@ -71,7 +71,7 @@ def _add(b: ir.IRBuilder, base, offset: int):
     return b.add(base, I64(offset))
 
 
-@emit(types.void, addr, types.int64, addr, types.int64, types.int64, addr)
+@emit(types.void, addr, types.int64, addr, types.int64, types.int64, addr, apart="float_tile")
 def float_tile(b, panel, k, x, ldx, last, out):
     """out[t][FLOAT_ROWS] = sum over i < k of panel[i] * x[min(t, last)][i], t < TILE_TOKENS. ldx in bytes."""
     rows = [b.add(x, b.mul(ldx, _smaller(b, t, last))) for t in range(TILE_TOKENS)]
@@ -88,13 +88,13 @@ def float_tile(b, panel, k, x, ldx, last, out):
         store(b, _add(b, out, 64 * i), b.load(cell))
 
 
-def _byte_tile(minimum: bool = False, halves: bool = False, most: int = 63, signed: bool = False):
+def _byte_tile(name: str, minimum: bool = False, halves: bool = False, most: int = 63, signed: bool = False):
     """Tiles of formats with a zero point, with a minimum, or with a zero point and a scale per 16 columns.
 
     most: what no value of the panel exceeds. signed: its bytes are signed, without a zero point.
     """
 
-    @emit(types.void, addr, types.int64, types.int32, addr, types.int64, types.int64, addr)
+    @emit(types.void, addr, types.int64, types.int32, addr, types.int64, types.int64, addr, apart=name)
     def byte_tile(b, panel, blocks, zero_times, xb, ldx, last, out):
         """out[t][16] = sum over blocks of (u8 panel . act block) * scales, t < TILE_TOKENS. ldx in bytes.
 
@@ -170,9 +170,10 @@ def _products(b: ir.IRBuilder, starts: list | None, weights: list, acts: list, f
 
 
 # Formats with a zero point: of Q8_0 all 256 values occur, of the others at most 32.
-byte_tile_q8 = _byte_tile(most=255, signed=PAIRS)
-byte_tile = _byte_tile(most=31)
-byte_tile_minimum, byte_tile_halves = _byte_tile(minimum=True, most=31), _byte_tile(halves=True)
+byte_tile_q8 = _byte_tile("byte_tile_q8", most=255, signed=PAIRS)
+byte_tile = _byte_tile("byte_tile", most=31)
+byte_tile_minimum = _byte_tile("byte_tile_minimum", minimum=True, most=31)
+byte_tile_halves = _byte_tile("byte_tile_halves", halves=True)
 
 
 def _smaller(b: ir.IRBuilder, t: int, last):
@@ -220,10 +221,10 @@ def _ahead(b: ir.IRBuilder, rows: list, index, size: int) -> list:
     return [b.add(row, offset) for row in rows]
 
 
-def _byte_packer(decode, size: int, minimum: bool = False):
+def _byte_packer(name: str, decode, size: int, minimum: bool = False):
     """decode(b, address of a block) -> its 32 unsigned values. Returns pack(a, stride, last, ids, blocks, panel)."""
 
-    @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr)
+    @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr, apart=name)
     def pack(b, a, stride, last, ids, blocks, panel):
         """A byte panel of `blocks` blocks of 32 columns of 16 rows, see _rows_at."""
         rows = _rows_at(b, a, stride, last, ids, panel)
@@ -241,10 +242,10 @@ def _byte_packer(decode, size: int, minimum: bool = False):
     return pack
 
 
-def _super_packer(f: SuperBlock):
+def _super_packer(name: str, f: SuperBlock):
     """The same for formats of 256 columns: the sixteen numbers of a block (scales, minimums) are turned as a whole."""
 
-    @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr)
+    @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr, apart=name)
     def pack(b, a, stride, last, ids, blocks, panel):
         rows = _rows_at(b, a, stride, last, ids, panel)
         with cgutils.for_range(b, b.lshr(blocks, I64(3))) as outer:
@@ -272,13 +273,18 @@ def _decode_q4(b, a):
     return shuffle(b, low, high, list(range(32)))
 
 
-def _block_packer(f: Block):
-    return _byte_packer(lambda b, a: block_values(b, f, a), f.size, f.minimum)
+def _block_packer(name: str, f: Block):
+    return _byte_packer(name, lambda b, a: block_values(b, f, a), f.size, f.minimum)
 
 
-pack_q8, pack_q4 = _byte_packer(_decode_q8, Q8_0_BYTES), _byte_packer(_decode_q4, Q4_0_BYTES)
-pack_q4_1, pack_q5_0, pack_q5_1 = (_block_packer(f) for f in (Q4_1_BLOCK, Q5_0_BLOCK, Q5_1_BLOCK))
-pack_q4k, pack_q5k, pack_q6k = (_super_packer(f) for f in (Q4_K_BLOCK, Q5_K_BLOCK, Q6_K_BLOCK))
+pack_q8 = _byte_packer("pack_q8", _decode_q8, Q8_0_BYTES)
+pack_q4 = _byte_packer("pack_q4", _decode_q4, Q4_0_BYTES)
+pack_q4_1 = _block_packer("pack_q4_1", Q4_1_BLOCK)
+pack_q5_0 = _block_packer("pack_q5_0", Q5_0_BLOCK)
+pack_q5_1 = _block_packer("pack_q5_1", Q5_1_BLOCK)
+pack_q4k = _super_packer("pack_q4k", Q4_K_BLOCK)
+pack_q5k = _super_packer("pack_q5k", Q5_K_BLOCK)
+pack_q6k = _super_packer("pack_q6k", Q6_K_BLOCK)
 
 _H16, _S16 = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
 
@@ -287,10 +293,10 @@ def _row_bf16(b, a):
     return b.bitcast(b.shl(b.zext(load(b, a, _S16), i32x16.ll), const(i32x16.ll, [16] * 16)), f32x16.ll)
 
 
-def _float_packer(load_row, size: int):
+def _float_packer(name: str, load_row, size: int):
     """Returns pack(a, stride, last, ids, blocks, panel): 16 columns of 16 rows a block, 4*FLOAT_ROWS bytes apart."""
 
-    @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr)
+    @emit(types.void, addr, types.int64, types.int64, addr, types.int64, addr, apart=name)
     def pack(b, a, stride, last, ids, blocks, panel):
         rows = _rows_at(b, a, stride, last, ids, panel)
         with cgutils.for_range(b, blocks) as loop:
@@ -302,6 +308,6 @@ def _float_packer(load_row, size: int):
     return pack
 
 
-pack_f32 = _float_packer(lambda b, a: load(b, a, f32x16.ll), 4)
-pack_f16 = _float_packer(lambda b, a: b.fpext(load(b, a, _H16), f32x16.ll), 2)
-pack_bf16 = _float_packer(_row_bf16, 2)
+pack_f32 = _float_packer("pack_f32", lambda b, a: load(b, a, f32x16.ll), 4)
+pack_f16 = _float_packer("pack_f16", lambda b, a: b.fpext(load(b, a, _H16), f32x16.ll), 2)
+pack_bf16 = _float_packer("pack_bf16", _row_bf16, 2)
