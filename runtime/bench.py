@@ -156,8 +156,8 @@ def run(args: argparse.Namespace) -> int:
     for n in threads:
         if n > MAX_THREADS:
             raise HotcoldError(f"--threads {n}: allowed are 1 to {MAX_THREADS}")
-    for model in args.models:
-        open_gguf(model).close()  # a missing model is told before anything is measured
+    for model in args.models:  # a missing model, a context that is too long: told before anything is measured
+        _check_context(model, tests)
     writer = bench_report.writer(args.output, sys.stdout, args.ops)
     bandwidth = _bandwidths(threads) if args.bandwidth else {}
     settings = [Setting(*s) for s in itertools.product(args.models, args.sparsity, args.kv_type, threads)]
@@ -190,8 +190,7 @@ def _bandwidths(threads: Sequence[int]) -> dict[int, float]:
 
 def measure_setting(setting: Setting, tests: Sequence[Case], args: argparse.Namespace,
                     bandwidth: float | None) -> Iterator[Result]:  # fmt: skip
-    """Open the model once and run all tests. Raises HotcoldError where the model cannot hold one of them."""
-    _check_context(setting, tests)
+    """Open the model once and run all tests. Raises HotcoldError."""
     n_ctx = max(t.n_tokens + t.n_depth for t in tests)
     forget_peak_rss()
     began = time.perf_counter()
@@ -234,14 +233,14 @@ def measure_setting(setting: Setting, tests: Sequence[Case], args: argparse.Name
             )
 
 
-def _check_context(setting: Setting, tests: Sequence[Case]) -> None:
+def _check_context(model: Path, tests: Sequence[Case]) -> None:
     """Learned positions end; of others, speed does not depend on what the model was trained on."""
-    with open_gguf(setting.model) as file:
+    with open_gguf(model) as file:
         config = ModelConfig.from_gguf(file)
     longest = max(tests, key=lambda t: t.n_tokens + t.n_depth)
     n_ctx = longest.n_tokens + longest.n_depth
     if config.rope is None and n_ctx > config.n_ctx_train:
-        raise HotcoldError(f"{safe_text(str(setting.model))}: test {longest.name} needs {n_ctx} tokens of context, the "
+        raise HotcoldError(f"{safe_text(str(model))}: test {longest.name} needs {n_ctx} tokens of context, the "
                            f"model has positions for {config.n_ctx_train}: use a smaller -p, -n or -d")  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from one_op import CANARY, NAMES, address, canaries, close, encode, inside, padd
 from hotcold.runtime.kernels import formats, reference, simd, walk
 from hotcold.runtime.kernels.blocks import matmul, matmul_columns, panel_bytes
 from hotcold.runtime.kernels.ffn import active_columns
+from hotcold.runtime.kernels.rows import matvec
 from hotcold.runtime.kernels.vector import quantize
 
 
@@ -35,6 +36,13 @@ def product(program, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
     for t in range(n_tok):
         quantize(x + t * ldx, xb + t * ldxb, o.cols // 32 * 32)
     matmul(o, 0, o.rows, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch, 0)
+
+
+@njit(nogil=True)
+def rows_alone(program, x, xb, dst):
+    o = program[0]
+    quantize(x, xb, o.cols // 32 * 32)
+    matvec(o.qt, o.w, o.stride, 0, o.rows, o.cols, x, xb, dst, 0)
 
 
 @njit(nogil=True)
@@ -70,6 +78,10 @@ def check_product(ggml_type: int, raw: np.ndarray, x: np.ndarray) -> None:
     want = reference.matmul(ggml_type, raw, x, None, 1.0)
     size = np.abs(reference.seen(ggml_type, x)) @ np.abs(reference.decode(ggml_type, raw, cols)).T
     assert close(inside(out, len(raw)), want, size, 3e-6), (NAMES[ggml_type], raw.shape, n_tok)
+    alone = canaries(len(raw) + 3)
+    rows_alone(op, address(wide), address(acts), address(alone))
+    assert close(alone[: len(raw)], want[0], size[0], 3e-6), (NAMES[ggml_type], raw.shape, "one token")
+    assert (alone[len(raw) :] == CANARY).all()
 
 
 def check_columns(ggml_type: int, raw: np.ndarray, cols: int, x: np.ndarray) -> None:

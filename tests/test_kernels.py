@@ -351,8 +351,8 @@ def test_quantization_is_the_reference_bit_for_bit(runner: Runner, rng: np.rando
 def test_quantization_is_within_half_a_step(x: np.ndarray) -> None:
     q, fours, d, total = fields(quantized(Runner(), x))
     back = q * d.astype(np.float64)[..., None]
-    # Denormal blocks may become 0.
-    assert (np.abs(back - x.reshape(back.shape)) <= d[..., None] * 0.5001 + 1e-37).all()
+    # Blocks whose scale, the largest value by 127, is denormal may become 0.
+    assert (np.abs(back - x.reshape(back.shape)) <= d[..., None] * 0.5001 + 1.5e-36).all()
     assert np.array_equal(fours, -8 * q.reshape(*fours.shape, 4).sum(axis=-1, dtype=np.int32))
     assert np.array_equal(total, fours.sum(axis=-1, dtype=np.int32))
 

@@ -66,7 +66,10 @@ def emit(ret: types.Type, *arg_types: types.Type, apart: str = "") -> Callable[[
 
     def decorate(f: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, values: Sequence[Any]) -> Any:
-            result = _call_apart(builder, apart, f, values) if apart else f(builder, *values)
+            if apart:
+                _call_apart(builder, apart, f, values)
+                return context.get_dummy_value()
+            result = f(builder, *values)
             return context.get_dummy_value() if ret is types.void else result
 
         def typer(context: Any, *args: Any) -> Any:
@@ -198,7 +201,7 @@ def _signed_pairs(b: ir.IRBuilder, weights: Any, q: Any) -> Any:
 
 
 def _joined(b: ir.IRBuilder, halves: list) -> Any:
-    return shuffle(b, *halves, range(2 * halves[0].type.count))
+    return shuffle(b, halves[0], halves[1], range(2 * halves[0].type.count))
 
 
 def _pair_products(b: ir.IRBuilder, x: Any, y: Any) -> Any:
