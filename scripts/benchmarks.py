@@ -1,7 +1,7 @@
 """The figures of BENCHMARKS.md, each by one command.
 
-In: names of figures. Out: results as JSON in .benchmarks/, and BENCHMARKS.md with --write. Next:
-benchmarking/figures.py says what each one is, runs.py runs it, page.py writes the page.
+In: names of figures. Out: results as JSON in benchmarking/results/, a folder for each machine, and BENCHMARKS.md with
+--write. Next: benchmarking/figures.py says what each one is, runs.py runs it, page.py writes the page.
 
     python scripts/benchmarks.py --list
     python scripts/benchmarks.py dense-q8_0 predict --quick
@@ -20,14 +20,15 @@ from pathlib import Path
 
 from benchmarking.figures import FIGURES, Figure, by_name
 from benchmarking.page import write_page
-from benchmarking.runs import Options, load, make_model, run_figure, sized
+from benchmarking.runs import Options, load, make_model, run_figure, sized, this_machine
+from benchmarking.summary import Machines
 from comparison.settings import say
 
 from hotcold.runtime.errors import HotcoldError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 MODELS = Path.home() / ".cache" / "hotcold" / "benchmarks"
-RESULTS = CHECKOUT / ".benchmarks"  # not in git
+RESULTS = CHECKOUT / "scripts" / "benchmarking" / "results"  # of all machines, in git
 REPS, QUICK_REPS = 5, 3
 
 
@@ -36,12 +37,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="of a figure, or `all`")
     parser.add_argument("--list", action="store_true", help="tell the figures and what has been measured")
     parser.add_argument("--write", type=Path, nargs="?", const=CHECKOUT / "BENCHMARKS.md", metavar="FILE",
-                        help="write the page (BENCHMARKS.md) from all results")
+                        help="write the page (BENCHMARKS.md) from the results of all machines")
     parser.add_argument("--prepare", action="store_true", help="only make the models")
     parser.add_argument("--force", action="store_true", help="measure again what has a result")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_REPS} clean rounds instead of {REPS}")
     parser.add_argument("--tiny", action="store_true", help="tiny models: tries out the machinery; needs --results")
-    parser.add_argument("--results", type=Path, help=f"folder of JSON, default {RESULTS}")
+    parser.add_argument("--results", type=Path,
+                        help=f"folder of this machine's JSON, default {RESULTS / this_machine()}")
     parser.add_argument("--models", type=Path, default=MODELS, help=f"folder for models made here, default {MODELS}")
     parser.add_argument("--demo", type=Path, default=CHECKOUT / ".models" / "smollm2-135m-instruct.gguf",
                         help="the relufied SmolLM2 that scripts/run makes")
@@ -78,6 +80,14 @@ def list_figures(results: Path) -> None:
         print(f"{figure.name:15} {figure.title}: {state}")
 
 
+def machines(results: Path, alone: bool) -> Machines:
+    """What has been measured here and, unless alone, on other machines: only those that measured anything."""
+    folders = {results} if alone or not RESULTS.exists() else {results, *filter(Path.is_dir, RESULTS.iterdir())}
+    found = {folder.name: {figure.name: load(folder, figure) for figure in FIGURES} for folder in sorted(folders)}
+    measured = {name: of for name, of in found.items() if any(figure["jobs"] for figure in of.values())}
+    return measured or {results.name: found[results.name]}
+
+
 def prepare(figures: list[Figure], options: Options) -> int:
     failed = 0
     for model in dict.fromkeys(sized(job, options.tiny).model for figure in figures for job in figure.jobs):
@@ -91,7 +101,7 @@ def prepare(figures: list[Figure], options: Options) -> int:
 
 def main() -> int:
     args = parse_args()
-    results = args.results or RESULTS
+    results = args.results or RESULTS / this_machine()
     reps = 1 if args.tiny else QUICK_REPS if args.quick else REPS
     options = Options(
         models=args.models, results=results, demo=args.demo, reps=reps,
@@ -109,7 +119,7 @@ def main() -> int:
             list_figures(results)
         if args.write:
             old = args.write.read_text() if args.write.exists() else ""
-            args.write.write_text(write_page({figure.name: load(results, figure) for figure in FIGURES}, old))
+            args.write.write_text(write_page(machines(results, alone=bool(args.results)), old))
             say(f"wrote {args.write}")
     except (HotcoldError, OSError) as error:
         say(f"benchmarks: {error}")

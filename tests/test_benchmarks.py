@@ -24,6 +24,7 @@ from benchmarking.summary import fit  # noqa: E402
 from comparison.bursts import Burst  # noqa: E402
 
 NOTHING: dict[str, dict[str, Any]] = {figure.name: {"name": figure.name, "jobs": {}} for figure in FIGURES}
+HERE = "here"  # the name of the machine
 MACHINE = {"machine": {"CPU": "a CPU", "load average": "0.1"}, "versions": {"hotcold": "1"}, "load_at_end": "0.2"}
 
 
@@ -46,6 +47,10 @@ def compared(ratio: float, share: float = 0.5) -> dict[str, Any]:
 def bench(label: str, others: float, *lines: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"label": label, "kind": "bench", "target": None, "model": "m.gguf", "date": "d", "command": "c",
             "lines": list(lines), "others": others, "noise": 0.2, **more, **MACHINE}  # fmt: skip
+
+
+def page_of(results: dict[str, dict[str, Any]], old: str = "") -> str:
+    return write_page({HERE: results}, old)
 
 
 def measured(name: str, *jobs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -79,14 +84,15 @@ def test_tiny_runs_keep_their_kind():
 
 
 def test_page_without_results_says_so_everywhere():
-    page = write_page(NOTHING, "")
+    page = page_of(NOTHING)
     assert page.count("*not measured*") == len(FIGURES)
     assert all(f"(`{figure.name}`)" in page for figure in FIGURES)
 
 
 def test_page_tells_what_was_reached_and_keeps_remarks():
-    old = "x <!-- remarks exact-gated -->\nBy hand.\nTwo lines.\n<!-- end --> <!-- remarks predict -->\nno<!-- end -->"
-    page = write_page(NOTHING | measured("exact-gated", compared(2.0), compared(1.7, share=0.8)), old)
+    old = ("x <!-- remarks exact-gated here -->\nBy hand.\nTwo lines.\n<!-- end -->"
+           "<!-- remarks exact-gated there -->\nno<!-- end --> <!-- remarks predict here -->\nno<!-- end -->")
+    page = page_of(NOTHING | measured("exact-gated", compared(2.0), compared(1.7, share=0.8)), old)
     assert "| Exact, gated, 10 % of the neurons active | ratio ≥ 1.8 | 1.70 to 2.00 | 1 of 2, 2 not measured |" in page
     assert "| Share of the bound by memory | ≥ 75% to 90% | 50% to 80% | 1 of 2, 13 not measured |" in page
     assert "| exact | 20.00 (20.00-20.00) | 10.00 (10.00-10.00) | 2.00 (2.00-2.00) | ≥ 1.8 | yes | 10.0% |" in page
@@ -94,32 +100,43 @@ def test_page_tells_what_was_reached_and_keeps_remarks():
     assert "| 80.0% | ≥ 75% | yes |" in page
     assert "Not measured: llama-1.3b Q4_0, llama-7b Q4_0." in page
     assert "Not measured: dense-f16 llama-1.3b F16, dense-q8_0 llama-1.3b Q8_0, " in page
-    assert "the same result. Covers llama-1.3b F16, Q8_0 with 2 threads only.\n" in page
+    assert "\n\nCovers llama-1.3b F16, Q8_0 with 2 threads only.\n" in page
     assert "2026-01-02 03:04, `compare it`" in page and "build: -O3" in page and page.count("- a CPU") == 1
-    assert remarks(page, "exact-gated") == "By hand.\nTwo lines.\n"
-    again = write_page(NOTHING | measured("exact-gated", compared(2.0), compared(1.7, share=0.8)), page)
+    assert remarks(page, "exact-gated", HERE) == "By hand.\nTwo lines.\n"
+    again = page_of(NOTHING | measured("exact-gated", compared(2.0), compared(1.7, share=0.8)), page)
     assert again == page, "writing it again changes nothing"
+
+
+def test_machines_stand_side_by_side():
+    here = NOTHING | measured("predict", compared(2.5)) | measured("dense-f16", compared(1.5))
+    there = NOTHING | measured("predict", compared(1.5))
+    page = write_page({HERE: here, "there": there}, "<!-- remarks predict there -->\nSlow.\n<!-- end -->")
+    assert "| figure | wanted | here | reached | there | reached |" in page
+    assert "| ratio ≥ 2.4 | 2.50 | 1 of 1, 3 not measured | 1.50 | 0 of 1, 3 not measured |" in page
+    section = page.partition("(`predict`)")[2].partition("\n## ")[0]
+    assert section.index("### a CPU (`here`)") < section.index("### a CPU (`there`)") < section.index("Slow.")
+    assert "*not measured* on `there`" in page.partition("(`dense-f16`)")[2].partition("\n## ")[0]
 
 
 def test_a_figure_is_reached_when_all_of_it_was_measured_and_all_rows_reach_it():
     whole = measured("dense-q4_k", *[compared(2.0)] * 2)
     line = "| Dense decoding, Q4_K | ratio ≥ 1.0 |"
-    assert f"{line} 2.00 | yes |" in write_page(NOTHING | whole, "")
+    assert f"{line} 2.00 | yes |" in page_of(NOTHING | whole)
     whole["dense-q4_k"]["jobs"].popitem()
-    assert f"{line} 2.00 | 1 of 1, 1 not measured |" in write_page(NOTHING | whole, "")
+    assert f"{line} 2.00 | 1 of 1, 1 not measured |" in page_of(NOTHING | whole)
     without_clean_rounds = compared(2.0)
     without_clean_rounds["result"]["speed"][0] |= {"ratio": [], "ratio_median": None, "ours": []}
-    page = write_page(NOTHING | measured("dense-q4_k", compared(2.0), without_clean_rounds), "")
+    page = page_of(NOTHING | measured("dense-q4_k", compared(2.0), without_clean_rounds))
     assert f"{line} 2.00 | 1 of 1, 1 not measured |" in page
-    assert f"{line}  | not measured |" in write_page(NOTHING, "")
+    assert f"{line}  | not measured |" in page_of(NOTHING)
 
 
 def test_a_section_says_how_llama_cpp_ran():
     first, second = compared(2.0), compared(2.0)
-    first["result"]["rounds"] = [{"bursts": {"llama.cpp": {}, "dense": {}}}]
-    second["result"]["rounds"] = [{"bursts": {"llama.cpp": {}, "llama.cpp, no repack": {}, "dense": {}}}]
+    first["result"]["players"] = ["dense", "llama.cpp"]
+    second["result"]["players"] = ["dense", "llama.cpp", "llama.cpp, no repack"]
     second["result"]["speed"].append({**second["result"]["speed"][0], "threads": 1})
-    page = write_page(NOTHING | measured("dense-q4_k", first, second), "")
+    page = page_of(NOTHING | measured("dense-q4_k", first, second))
     assert ("Covers llama-1.3b Q4_K with 2 threads only (llama.cpp repacked only); llama-7b Q4_K with 1 and 2 threads."
             in page)  # fmt: skip
 
@@ -127,7 +144,7 @@ def test_a_section_says_how_llama_cpp_ran():
 def test_start_up_is_judged_and_disturbed_runs_are_marked():
     jobs = [bench(label, others, {"load_s": seconds, "peak_rss": 4e9, "n_threads": 2}, wall_s=1.0, file_mb=4000.0)
             for label, others, seconds in (("mapped", 0.1, 0.4), ("--no-mmap", 0.3, 3.0))]  # fmt: skip
-    page = write_page(NOTHING | measured("startup", *jobs), "")
+    page = page_of(NOTHING | measured("startup", *jobs))
     assert "| Start-up | < 1 s | 0.40 | yes |" in page
     assert "| mapped | 4.00 | 0.40 |" in page and "| --no-mmap (disturbed) | 4.00 | 3.00 |" in page
     assert "**Disturbed:** others kept 0.30 cores busy meanwhile: --no-mmap, m.gguf." in page
@@ -144,8 +161,8 @@ def test_neither_results_nor_page_name_folders_of_the_machine(tmp_path):
     job["result"]["files"] = {"ours": str(SCRIPTS.parent / ".models" / "my-own.gguf")}
     found = measured(figure.name, job)[figure.name]
     save(tmp_path, figure, found)
-    page = write_page(NOTHING | {figure.name: found}, "")
-    assert write_page(NOTHING | {figure.name: load(tmp_path, figure)}, "") == page
+    page = page_of(NOTHING | {figure.name: found})
+    assert page_of(NOTHING | {figure.name: load(tmp_path, figure)}) == page
     for text in (page, (tmp_path / f"{figure.name}.json").read_text()):
         assert not [folder for folder in (str(Path.home()), sys.executable, str(SCRIPTS.parent), str(tmp_path), "/opt")
                     if folder in text]  # fmt: skip
@@ -175,7 +192,7 @@ def test_growth_is_fitted_by_a_line():
     lines = [{"n_depth": d, "n_gen": 4, "n_prompt": 0, "n_threads": 2, "samples_ns": [4e6 * (10 + d)],
               "peak_rss": 1e9} for d in (0, 100, 200)]  # fmt: skip
     job = bench("depth", 0.0, *lines, layers=None, n_ff=None)
-    page = write_page(NOTHING | measured("scaling-ctx", job), "")
+    page = page_of(NOTHING | measured("scaling-ctx", job))
     assert "| A longer context | R² ≥ 0.99 | 1.0000 | yes |" in page
     assert "| 2 | 200 | 210.00 | 4.8 | 1.00 |" in page
     assert "time: 10 ms + 1e+03 ms per 1000 (depth), R² = 1.0000" in page

@@ -1,8 +1,8 @@
 """BENCHMARKS.md from the results: a table per figure, with its command, date, machine and target.
 
-In: results of runs.py, the page as it is. Out: the page. Next: nothing; summary.py judges.
+In: results of runs.py of each machine, the page as it is. Out: the page. Next: nothing; summary.py judges.
 
-Remarks written by hand between a figure's markers are kept.
+Remarks written by hand between the markers of a figure and a machine are kept.
 """
 
 from __future__ import annotations
@@ -18,13 +18,26 @@ from comparison.report import optional, spread, table
 from comparison.settings import NO_REPACK, STOCK, Settings
 
 from benchmarking.figures import DEMO, DEMO_STEM, FIGURES, Figure, Model
-from benchmarking.summary import NOT_MEASURED, START_S, Jobs, fits, growth, jobs_of, sources, summary, wanted_share
+from benchmarking.summary import (
+    NOT_MEASURED,
+    START_S,
+    Jobs,
+    Machines,
+    Results,
+    fits,
+    growth,
+    jobs_of,
+    sources,
+    summary,
+    wanted_share,
+)
 
 HEAD = """\
 # Benchmarks
 
 hotcold against stock llama.cpp and against what memory allows. This page is written by `scripts/benchmarks.py --write`
-from the results in `.benchmarks/`; only the remarks between the markers are by hand. Each table is measured again by
+from the results in `scripts/benchmarking/results/`, a folder for each machine; only the remarks between the markers are
+by hand. Each table is measured again by
 
 ```sh
 scripts/run                                           # once, for the environment and the demo model
@@ -43,12 +56,13 @@ of threads it covers: nothing larger than 7B and nothing with more than two thre
 TWINS = re.compile(r" --twins \S+")  # of a command: the folder where its models are
 
 
-def write_page(results: dict[str, dict[str, Any]], old: str) -> str:
-    """results: name -> what runs.load gives. `old`: the page as it is, for its remarks."""
-    shown = {figure.name: as_shown(figure, results[figure.name]) for figure in FIGURES}
+def write_page(machines: Machines, old: str) -> str:
+    """machines: name -> figure -> what runs.load gives. `old`: the page as it is, for its remarks."""
+    shown = {machine: {figure.name: as_shown(figure, results[figure.name]) for figure in FIGURES}
+             for machine, results in machines.items()}  # fmt: skip
     parts = [HEAD + summary(shown)]
     for figure in FIGURES:
-        parts.append(section(figure, shown, remarks(old, figure.name)))
+        parts.append(section(figure, shown, old))
     return "\n".join(parts)
 
 
@@ -72,28 +86,45 @@ def as_demo(job: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
-def remarks(page: str, name: str) -> str:
-    found = re.search(rf"<!-- remarks {name} -->\n(.*?)<!-- end -->", page, re.DOTALL)
+def remarks(page: str, name: str, machine: str) -> str:
+    found = re.search(rf"<!-- remarks {name} {re.escape(machine)} -->\n(.*?)<!-- end -->", page, re.DOTALL)
     return found[1] if found else ""
 
 
-def section(figure: Figure, results: dict[str, dict[str, Any]], by_hand: str) -> str:
+def section(figure: Figure, machines: Machines, old: str) -> str:
+    """What is measured, then what each machine gave."""
+    parts = [f"## {figure.title} (`{figure.name}`)", "", figure.text, ""]
+    none = [machine for machine, results in machines.items() if not VIEWS[figure.view](jobs_of(figure, results))]
+    for machine, results in machines.items():
+        if machine not in none:
+            parts += [f"### {cpu(results)} (`{machine}`)", "", part(figure, results, machine, old)]
+    if none:
+        where = ", ".join(f"`{machine}`" for machine in none) if len(none) < len(machines) else ""
+        parts += [f"*{NOT_MEASURED}*" + f" on {where}" * bool(where), ""]
+    return "\n".join(parts)
+
+
+def part(figure: Figure, results: Results, machine: str, old: str) -> str:
+    """One machine's: the table, what it leaves out, remarks, how it was measured."""
     jobs = jobs_of(figure, results)
-    parts = [f"## {figure.title} (`{figure.name}`)", "", " ".join([figure.text, *covered(figure, results)]), ""]
-    body = VIEWS[figure.view](jobs)
-    parts += [body or f"*{NOT_MEASURED}*", ""]
-    if body and (missing := left_out(figure, results)):
+    parts = [*covered(figure, results), ""] if not figure.source else []
+    parts += [VIEWS[figure.view](jobs), ""]
+    if missing := left_out(figure, results):
         parts += [f"{NOT_MEASURED.capitalize()}: {', '.join(missing)}.", ""]
-    parts += [f"<!-- remarks {figure.name} -->\n{by_hand}<!-- end -->", ""]
-    if jobs and not figure.source:
+    parts += [f"<!-- remarks {figure.name} {machine} -->\n{remarks(old, figure.name, machine)}<!-- end -->", ""]
+    if not figure.source:
         parts += ["<details><summary>How it was measured</summary>", "", *details(jobs), "", "</details>", ""]
     return "\n".join(parts)
 
 
-def covered(figure: Figure, results: dict[str, dict[str, Any]]) -> list[str]:
+def cpu(results: Results) -> str:
+    """Of the machine; a text that its results tell."""
+    jobs = [job for found in results.values() for job in found["jobs"].values()]
+    return str(jobs[0].get("result", jobs[0])["machine"]["CPU"]) if jobs else "unknown"
+
+
+def covered(figure: Figure, results: Results) -> list[str]:
     """A sentence: which models, how many threads, how llama.cpp ran. What a table leaves out cannot be seen in it."""
-    if figure.source:  # its sections say it
-        return []
     kinds: dict[tuple[str, str], list[str]] = {}
     for job in figure.jobs:
         if found := results[figure.name]["jobs"].get(job.key):
@@ -111,11 +142,11 @@ def conditions(found: dict[str, Any], kind: str) -> str:
     threads = sorted({row["threads"] if "threads" in row else row["n_threads"] for row in rows})
     how = f" with {' and '.join(map(str, threads))} thread{'s' * (threads[-1] > 1)}" if threads else ""
     how += " only" * (len(threads) == 1)
-    players = {who for this in result.get("rounds", ()) for who in this["bursts"]}
+    players = result.get("players", ())
     return how + " (llama.cpp repacked only)" * (kind != "F16" and STOCK in players and NO_REPACK not in players)
 
 
-def left_out(figure: Figure, results: dict[str, dict[str, Any]]) -> list[str]:
+def left_out(figure: Figure, results: Results) -> list[str]:
     """The runs that have no result."""
     return [f"{one.name} " * bool(figure.source) + (job.label if job.kind == "compare" else job.key)
             for one in sources(figure) for job in one.jobs if job.key not in results[one.name]["jobs"]]  # fmt: skip

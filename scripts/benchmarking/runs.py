@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from comparison.settings import HOTCOLD, say
 
 from benchmarking.figures import DEMO, Figure, Job, Model
 from hotcold.runtime.errors import HotcoldError
+from hotcold.runtime.kernels.isa import CHOSEN
 
 SCRIPTS = Path(__file__).resolve().parent.parent
 TINY = {"llama": "llama-tiny", "opt": "opt-tiny"}  # shapes that try out the machinery, not the speed
@@ -32,6 +34,9 @@ TINY_NUMBERS = {"--prompt-tokens": 16, "--gen-tokens": 4, "-n": 4, "--quality-to
 
 TINY_LISTS = {"-d": "0,64,128,256", "-t": "1", "--threads": "1"}
 TRIES = 3  # of a burst that others disturb
+# What the page shows of a comparison, and of a test of `hotcold bench`.
+KEPT = ("speed", "use", "quality", "notes", "llama_cpp", "machine", "versions", "load_at_end")
+KEPT_OF_LINES = ("n_threads", "n_depth", "n_prompt", "n_gen", "samples_ns", "peak_rss", "load_s")
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,23 @@ def save(results: Path, figure: Figure, found: dict[str, Any]) -> None:
     path = results / f"{figure.name}.json"
     results.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(plain(found), indent=1) + "\n")
+    part.write_text(json.dumps(rounded(plain(found)), indent=1) + "\n")
     os.replace(part, path)
+
+
+def rounded(value: Any) -> Any:
+    """What JSON holds with numbers of six digits: results are kept in the repository."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def this_machine() -> str:
+    """A name for the folder of its results: processor and kernels."""
+    cpu = re.sub(r"\(R\)|\(TM\)|CPU|Processor|@.*", "", machine_facts()["CPU"])
+    return "-".join(re.findall(r"[a-z0-9]+", f"{cpu} {CHOSEN.name}".lower()))
 
 
 # ---- models
@@ -152,8 +172,8 @@ def run_compare(job: Job, model: Path, twin: Path | None, options: Options) -> d
         (result,) = json.loads(out.read_text())
     finally:
         out.unlink(missing_ok=True)
-    for turn in result["rounds"]:  # of each burst, what tells whether it was disturbed
-        turn["bursts"] = {who: {"others": b["others"], "status": b["status"]} for who, b in turn["bursts"].items()}
+    players = {who for turn in result["rounds"] for who in turn["bursts"]}
+    result = {name: result[name] for name in KEPT} | {"players": sorted(players)}
     return {"command": shown(["python", "scripts/compare_llama_cpp.py", *command[1:]]), "result": result}
 
 
@@ -161,7 +181,8 @@ def run_bench(job: Job, model: Path, twin: Path | None, options: Options) -> dic
     command = ["bench", str(model), *job.options, "-o", "jsonl", "--no-bandwidth"]
     run_burst([*HOTCOLD, "bench", str(model), "-p", "0", "-n", "1", "-r", "1", "--no-bandwidth"])  # into the page cache
     burst = quiet_burst([*HOTCOLD, *command], "hotcold bench", options)
-    lines = [json.loads(line) for line in burst.output.splitlines()]
+    lines = [{name: value for name, value in json.loads(line).items() if name in KEPT_OF_LINES}
+             for line in burst.output.splitlines()]  # fmt: skip
     return {"command": shown(["hotcold", *command]), "lines": lines, "wall_s": burst.wall_s,
             "rss_mb": burst.peak_rss_mb, "file_mb": model.stat().st_size / 1e6, **quiet(burst, options),
             **job_size(job), **where()}  # fmt: skip

@@ -22,23 +22,31 @@ START_S = 1.0  # to open a mapped file of 4 GB
 NOT_MEASURED = "not measured"
 
 Jobs = list[dict[str, Any]]
+Results = dict[str, dict[str, Any]]  # figure -> what runs.load gives
+Machines = dict[str, Results]
 Values = list[tuple[float, bool]]  # what was got, and whether that reaches what was wanted
 Points = list[tuple[float, float, float]]  # (size, ms per token, peak GB)
 
 
-def summary(results: dict[str, dict[str, Any]]) -> str:
-    """A figure's own runs, or those of the figures it shows in another way."""
+def summary(machines: Machines) -> str:
+    """For each machine what was got and whether that is enough."""
     rows = []
     for figure in FIGURES:
         if figure.view in LINES:
-            wanted, form, of = LINES[figure.view]
-            jobs = jobs_of(figure, results)
-            values, missing = of(jobs)
-            missing += sum(len(one.jobs) for one in sources(figure)) - len(jobs)
-            got = [format(value, form) for value in sorted(value for value, _ in values)]
-            rows.append([figure.title, wanted(figure), " to ".join(dict.fromkeys((got[0], got[-1]))) if got else "",
-                         verdict(values, missing)])  # fmt: skip
-    return table(["figure", "wanted", "got", "reached"], rows) + "\n"
+            cells = [cell for results in machines.values() for cell in got(figure, results)]
+            rows.append([figure.title, LINES[figure.view][0](figure), *cells])
+    header = [cell for machine in machines for cell in (machine, "reached")]
+    return table(["figure", "wanted", *header], rows) + "\n"
+
+
+def got(figure: Figure, results: Results) -> tuple[str, str]:
+    """Of a figure's own runs, or of those of the figures it shows in another way: (values, verdict)."""
+    _, form, of = LINES[figure.view]
+    jobs = jobs_of(figure, results)
+    values, missing = of(jobs)
+    missing += sum(len(one.jobs) for one in sources(figure)) - len(jobs)
+    texts = [format(value, form) for value in sorted(value for value, _ in values)]
+    return " to ".join(dict.fromkeys((texts[0], texts[-1]))) if texts else "", verdict(values, missing)
 
 
 def verdict(values: Values, missing: int) -> str:
@@ -54,7 +62,7 @@ def sources(figure: Figure) -> list[Figure]:
     return [one for one in FIGURES if one.name in figure.source] or [figure]
 
 
-def jobs_of(figure: Figure, results: dict[str, dict[str, Any]]) -> Jobs:
+def jobs_of(figure: Figure, results: Results) -> Jobs:
     """The results of its runs, in their order; of runs that it no longer has there may be more in the file."""
     return [results[one.name]["jobs"][job.key] for one in sources(figure) for job in one.jobs
             if job.key in results[one.name]["jobs"]]  # fmt: skip
