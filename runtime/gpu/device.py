@@ -74,7 +74,12 @@ class Device(Protocol):
     compute_capability: tuple[int, int]
     multiprocessors: int
     context_bytes: int  # of the device's memory, taken before anything was allocated; measured
-    has_gemm: bool  # False where cuBLAS is not installed
+    used: int  # bytes of arrays now
+    peak: int  # the most there were at once
+
+    @property
+    def has_gemm(self) -> bool:
+        """Whether gemm() can be called: cuBLAS is not installed everywhere."""
 
     def module(self, source: str) -> Callable[[str], Kernel]:
         """Compile CUDA C++ (source.py assembles it) -> its kernels by name, loaded and ready."""
@@ -134,6 +139,15 @@ class Device(Protocol):
         """Give the device's memory back; every array, stream and graph of it is void."""
 
 
-def open_device(ordinal: int = 0) -> Device:
-    """The GPU of that number, ready. Raises DeviceUnavailable where there is none that can be used."""
-    raise DeviceUnavailable("this version has no device for real cards yet")
+def open_device(ordinal: int | None = None) -> Device:
+    """The GPU of that number, or the first that can be used, ready. Raises DeviceUnavailable where there is none."""
+    from hotcold.runtime.gpu.cupy_device import CupyDevice
+
+    return CupyDevice(ordinal)
+
+
+def find_cards() -> tuple[tuple[str, ...], str]:
+    """-> names of this machine's GPUs that can be used, and why there is none ("" if there is one). Opens none."""
+    from hotcold.runtime.gpu import cards
+
+    return cards.find_cards()

@@ -1,25 +1,32 @@
 """CUDA C++ -> machine code of a card's generation, with neither a card nor a driver.
 
-In: a source (source.py), an architecture. Out: a CUBIN, and what each kernel takes: registers, spilled bytes. Next:
-cupy_device.py, which compiles with the same options; tests/test_nvrtc.py, which holds every kernel to its bounds.
+In: a source (source.py), an architecture. Out: a CUBIN, and what each kernel takes: registers, spilled bytes;
+cached_code(), which compiles once per machine. Next: cupy_device.py, which loads it.
 
 NVRTC is called through CuPy's binding; what it needs lies in the packages of hotcold[gpu].
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import hashlib
 import importlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from hotcold.runtime.gpu.device import DeviceError
 
-OPTIONS = ("--std=c++17", "--restrict")
+OPTIONS = ("--std=c++17", "--ftz=true")  # denormal numbers count as 0, as they do on the CPU
 ARCHITECTURES = (70, 75, 80, 86, 89, 90, 100, 120)
+_KEEP_DAYS = 60  # compiled code that nobody has used for so long goes
 _HEADERS = ("cuda_runtime/include", "cu13/include", "cu12/include")  # in the packages of NVIDIA
 
 
@@ -42,24 +49,44 @@ def binding() -> tuple[Any, str]:
     """-> CuPy's NVRTC module, ready; None and the reason where it cannot be used."""
     try:
         nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
-        nvrtc.getVersion()
+        try:
+            nvrtc.getVersion()
+        except Exception:  # CuPy 13 does not look into NVIDIA's packages
+            if not preload("libnvrtc.so.1?", "nvrtc64_*.dll"):
+                raise
+            nvrtc.getVersion()
     except Exception as e:  # a missing package, a missing library, one of another CUDA
         return None, " ".join(f"{type(e).__name__}: {e}".split())
     return nvrtc, ""
 
 
+def preload(*patterns: str) -> bool:
+    """Load libraries of NVIDIA's packages in this order, so that they are found by name; -> whether any is there."""
+    found = False
+    for pattern in patterns:
+        for base in _packages():
+            for path in sorted(base.glob(f"*/lib/{pattern}")) + sorted(base.glob(f"*/bin/{pattern}")):
+                with contextlib.suppress(OSError):
+                    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+                    found = True
+    return found
+
+
 def include_folders() -> list[str]:
     """Where cuda_fp16.h lies: the packages of NVIDIA in this environment, then an installed toolkit."""
-    return [str(folder) for folder in _candidates() if (folder / "cuda_fp16.h").is_file()][:1]
+    return [str(folder) for folder in _headers() if (folder / "cuda_fp16.h").is_file()][:1]
 
 
-def _candidates() -> Iterator[Path]:
+def _packages() -> list[Path]:
     try:
-        bases = list(importlib.import_module("nvidia").__path__)
+        return [Path(base) for base in importlib.import_module("nvidia").__path__]
     except ImportError:
-        bases = []
-    for base in bases:
-        yield from (Path(base) / part for part in _HEADERS)
+        return []
+
+
+def _headers() -> Iterator[Path]:
+    for base in _packages():
+        yield from (base / part for part in _HEADERS)
     for variable in ("CUDA_PATH", "CUDA_HOME"):
         if os.environ.get(variable):
             yield Path(os.environ[variable]) / "include"
@@ -73,19 +100,66 @@ def options() -> tuple[str, ...]:
 
 def compile_cubin(source: str, architecture: int) -> Compiled:
     """Machine code for compute capability architecture / 10. Raises DeviceError with what the compiler says."""
+    flags = (f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v")
+    cubin, log = _compile(source, flags, lambda nvrtc, program: nvrtc.getCUBIN(program))
+    return Compiled(cubin, resources(log), log)
+
+
+def cached_code(source: str, architecture: int) -> Path:
+    """A file that a card of this architecture can load: compiled now, or kept from before."""
+    nvrtc, reason = binding()
+    if nvrtc is None:
+        raise DeviceError(f"kernels cannot be compiled: {reason}")
+    flags, suffix = _target(architecture, nvrtc.getSupportedArchs())
+    what = repr((source, flags, OPTIONS, nvrtc.getVersion()))
+    folder = Path(platformdirs.user_cache_dir("hotcold", appauthor=False)) / "gpu"
+    path = folder / f"{hashlib.sha256(what.encode()).hexdigest()[:24]}{suffix}"
+    if not path.is_file():
+        get = nvrtc.getCUBIN if suffix == ".cubin" else nvrtc.getPTX
+        code, _ = _compile(source, flags, lambda _, program: get(program))
+        folder.mkdir(parents=True, exist_ok=True)
+        _prune(folder)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_bytes(code)
+        os.replace(part, path)
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return path
+
+
+def _target(architecture: int, supported: tuple[int, ...]) -> tuple[tuple[str, ...], str]:
+    """Machine code runs on later cards of the same generation; for others the driver translates PTX."""
+    same = [a for a in supported if a // 10 == architecture // 10 and a <= architecture]
+    if same:
+        return (f"--gpu-architecture=sm_{max(same)}",), ".cubin"
+    before = [a for a in supported if a < architecture]
+    if not before:
+        raise DeviceError(
+            f"kernels cannot be compiled for compute capability {architecture / 10}: this NVRTC begins at "
+            f"{min(supported) / 10}, install an older one"
+        )
+    return (f"--gpu-architecture=compute_{max(before)}",), ".ptx"
+
+
+def _prune(folder: Path) -> None:
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process removes it as well
+            if time.time() - path.stat().st_mtime > _KEEP_DAYS * 86400:
+                path.unlink()
+
+
+def _compile(source: str, flags: tuple[str, ...], result: Callable[[Any, Any], bytes]) -> tuple[bytes, str]:
     nvrtc, reason = binding()
     if nvrtc is None:
         raise DeviceError(f"kernels cannot be compiled: {reason}")
     program = nvrtc.createProgram(source, "kernels.cu", (), ())
     try:
-        flags = (*options(), f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v")
         try:
-            nvrtc.compileProgram(program, flags)
+            nvrtc.compileProgram(program, (*options(), *flags))
         except nvrtc.NVRTCError as e:
             said = first_error(str(nvrtc.getProgramLog(program)))
-            raise DeviceError(f"kernels do not compile for sm_{architecture}: {said or e}") from e
-        log = str(nvrtc.getProgramLog(program))
-        return Compiled(bytes(nvrtc.getCUBIN(program)), resources(log), log)
+            raise DeviceError(f"kernels do not compile for {flags[0].partition('=')[2]}: {said or e}") from e
+        return bytes(result(nvrtc, program)), str(nvrtc.getProgramLog(program))
     finally:
         nvrtc.destroyProgram(program)
 

@@ -25,6 +25,7 @@ from cuda_on_cpu.build import Library
 from cuda_on_cpu.sim_memory import Memory, SimArray
 from cuda_on_cpu.sim_streams import LIMIT, Capture, Captured, Op, SimEvent, SimGraph, SimStream
 from hotcold.runtime.gpu.device import DeviceError, DeviceMemoryError, Dim, Host
+from hotcold.runtime.gpu.rules import PinnedRanges, check_copy, check_gemm
 
 
 class SimDevice:
@@ -41,16 +42,21 @@ class SimDevice:
         self.error: BaseException | None = None
         self.counts: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
-        self.used = self.peak = self.pinned_bytes = 0
+        self.used = self.peak = 0
         self._seed = seed
         self._lock = threading.Lock()
         self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
-        self._pinned: list[tuple[int, int, Memory]] = []  # address, bytes
+        self._pinned = PinnedRanges()
+        self._pinned_memories: list[Memory] = []
         self._streams: list[SimStream] = []
         self._capturing: Capture | None = None
         self._failures: dict[tuple[str, bool], int] = {}
 
     # ---- what tests use beside the protocol
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pinned.n_bytes
 
     def fail(self, kernel: str, after: int = 0, at_launch: bool = False) -> None:
         """The launch of `kernel` after so many more fails: when it runs, or already when it is called."""
@@ -58,7 +64,7 @@ class SimDevice:
 
     def check_guards(self) -> None:
         """Raise if a kernel wrote beside the memory that is allocated now."""
-        if not all(memory.intact() for memory in [*self._memories, *(m for _, _, m in self._pinned)]):
+        if not all(memory.intact() for memory in [*self._memories, *self._pinned_memories]):
             raise AssertionError("something was written beside a device array")
 
     def reset_counts(self) -> None:
@@ -133,8 +139,8 @@ class SimDevice:
         self._not_capturing("allocating")
         n = int(np.prod(shape)) * np.dtype(dtype).itemsize
         memory = Memory(n, 0, lambda _: None, self.asan)  # stays until close()
-        self._pinned.append((memory.payload.ctypes.data, n, memory))
-        self.pinned_bytes += n
+        self._pinned_memories.append(memory)
+        self._pinned.add(memory.payload.ctypes.data, n)
         host = memory.payload.view(dtype).reshape(shape)
         return host, SimArray(host, memory)
 
@@ -143,8 +149,9 @@ class SimDevice:
 
     def upload(self, values: Host, out: Any = None) -> SimArray:
         self._not_capturing("a copy")
+        values = np.asarray(values, order="C")
         target = self.empty(values.shape, values.dtype) if out is None else out
-        self._same(target, values)
+        check_copy("upload", target, values)
         target.values[...] = values
         self.counts["upload"] += 1
         return target
@@ -155,38 +162,24 @@ class SimDevice:
         return source.values.copy()
 
     def h2d(self, target: Any, source: Host, stream: SimStream) -> None:
-        self._copy("h2d", target.values, source, source, stream, target)
+        check_copy("h2d", target, source)
+        self._copy("h2d", target.values, source, source, stream)
 
     def d2h(self, target: Host, source: Any, stream: SimStream) -> None:
-        self._copy("d2h", target, source.values, target, stream, source)
+        check_copy("d2h", source, target)
+        self._copy("d2h", target, source.values, target, stream)
 
-    def _copy(self, what: str, target: Host, source: Host, host: Host, stream: SimStream, array: SimArray) -> None:
-        self._same(array, host)
-        first = host.ctypes.data
-        if not any(begin <= first and first + host.nbytes <= begin + n for begin, n, _ in self._pinned):
-            raise DeviceError(f"{what}: the host's array is not pinned")
+    def _copy(self, what: str, target: Host, source: Host, host: Host, stream: SimStream) -> None:
+        self._pinned.check(what, host)
         if stream.capture is not None:
-            raise DeviceError(f"{what}: no copies while capturing")
+            raise DeviceError(f"{what} is not allowed while capturing")
         self.counts[what] += 1
         self._put(stream, lambda: np.copyto(target, source))
 
-    @staticmethod
-    def _same(array: SimArray, host: Host) -> None:
-        if not isinstance(array, SimArray) or not isinstance(host, np.ndarray):
-            kinds = f"{type(array).__name__} and {type(host).__name__}"
-            raise DeviceError(f"copy between {kinds}: not an array of the device and one of NumPy")
-        if array.shape != host.shape or array.dtype != host.dtype:
-            raise DeviceError(f"copy between {array.dtype}{array.shape} and {host.dtype}{host.shape}: not the same")
-        if not array.flags.c_contiguous or not host.flags.c_contiguous:
-            raise DeviceError("copy of an array that is not C-contiguous")
-
     def gemm(self, a: Any, b: Any, c: Any, stream: SimStream, *, add: bool = False) -> None:
         if stream.capture is not None:
-            raise DeviceError("gemm: not while capturing")
-        (m, n), k = c.shape if c.ndim == 2 else (0, 0), a.shape[-1]
-        kinds = (a.dtype, b.dtype, c.dtype) == (np.float16, np.float16, np.float32)
-        if not kinds or a.shape != (m, k) or b.shape != (n, k) or not all(x.flags.c_contiguous for x in (a, b, c)):
-            raise DeviceError(f"gemm: {a.dtype}{a.shape} by {b.dtype}{b.shape} into {c.dtype}{c.shape}")
+            raise DeviceError("gemm is not allowed while capturing")
+        check_gemm(a, b, c)
         x, w, y = a.values, b.values, c.values
 
         def run() -> None:
@@ -293,7 +286,7 @@ class SimDevice:
 
     def replay(self, graph: SimGraph, stream: SimStream) -> None:
         if stream.capture is not None:
-            raise DeviceError("replay: not while capturing")
+            raise DeviceError("replay is not allowed while capturing")
         self.counts["replay"] += 1
         branches = (graph.origin, *graph.branches)
         points = {op.record: SimEvent() for branch in branches for op in branch if op.record is not None}
@@ -321,4 +314,5 @@ class SimDevice:
             self.check_guards()
         finally:
             self._pinned.clear()
+            self._pinned_memories.clear()
 
