@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarking.figures import FIGURES, Figure, by_name
 from benchmarking.page import write_page
-from benchmarking.runs import Options, load, make_model, run_figure, sized, this_machine
+from benchmarking.runs import ANYWHERE, Options, load, make_model, run_figure, sized, this_machine
 from benchmarking.summary import Machines
 from comparison.settings import say
 
@@ -83,14 +83,18 @@ def list_figures(results: Path) -> None:
 def machines(results: Path, alone: bool) -> Machines:
     """What has been measured here and, unless alone, on other machines: only those that measured anything."""
     folders = {results} if alone or not RESULTS.exists() else {results, *filter(Path.is_dir, RESULTS.iterdir())}
+    folders.discard(RESULTS / ANYWHERE)
     found = {folder.name: {figure.name: load(folder, figure) for figure in FIGURES} for folder in sorted(folders)}
-    measured = {name: of for name, of in found.items() if any(figure["jobs"] for figure in of.values())}
+    own = [figure.name for figure in FIGURES if not figure.anywhere]
+    measured = {name: of for name, of in found.items() if any(of[figure]["jobs"] for figure in own)}
     return measured or {results.name: found[results.name]}
 
 
 def prepare(figures: list[Figure], options: Options) -> int:
     failed = 0
     for model in dict.fromkeys(sized(job, options.tiny).model for figure in figures for job in figure.jobs):
+        if model is None:
+            continue
         try:
             say(f"{make_model(model, options)[0]}: there")
         except HotcoldError as error:

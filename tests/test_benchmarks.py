@@ -248,3 +248,38 @@ def test_unknown_figures_and_missing_models_are_one_line(tmp_path):
     assert done.returncode == 1 and done.stderr.startswith("benchmarks: no figure 'speed-of-light', choose from all, ")
     done = benchmarks("relu-smollm2", "--results", tmp_path, "--demo", tmp_path / "none.gguf")
     assert done.returncode == 1 and "scripts/run makes it" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_the_same_everywhere_stands_once(tmp_path):
+    text = {"label": "demo", "kind": "text", "target": None, "model": "", "date": "d", "command": "c",
+            "text": "# Heading\n\nnumbers", "others": 0.0, "noise": 0.2, **MACHINE}  # fmt: skip
+    found = measured("hybrid-simulated", text)
+    figure = by_name("hybrid-simulated")
+    assert figure is not None
+    save(tmp_path / HERE, figure, found[figure.name])
+    assert load(tmp_path / "there", figure) == load(tmp_path / HERE, figure) != {"name": figure.name, "jobs": {}}
+    page = write_page({HERE: NOTHING | found, "there": NOTHING | found | measured("predict", compared(2.0))}, "")
+    section = page.partition("(`hybrid-simulated`)")[2].partition("\n## ")[0]
+    assert section.count("numbers") == 1 and "(`here`)" not in section and "Covers" not in section
+    assert "### a CPU (`there`)" in page and "### a CPU (`here`)" not in page
+    by_hand = section.replace("hybrid-simulated anywhere -->\n", "hybrid-simulated anywhere -->\nA remark.\n")
+    assert "A remark." in page_of(NOTHING | found, page.replace(section, by_hand))
+
+
+def test_runs_without_a_model(tmp_path, monkeypatch):
+    ran: list[list[str]] = []
+
+    def burst(command: list[str]) -> Burst:
+        ran.append(command[1:])
+        return Burst("x", 0, "a table", "", 1.0, 1.0, 1.0, 0.0, 0.0)
+
+    monkeypatch.setattr(runs, "wait_for_quiet", lambda noise, wait: 0.0)
+    monkeypatch.setattr(runs, "run_burst", burst)
+    monkeypatch.setattr(runs, "make_model", lambda model, given: (tmp_path / "m.gguf" if model else Path(), None))
+    figure = by_name("hybrid-simulated")
+    assert figure is not None and run_figure(figure, options(tmp_path)) == 0
+    found = load(tmp_path / "results", figure)["jobs"]
+    assert (tmp_path / "anywhere" / "hybrid-simulated.json").exists()
+    assert ran[0] == [str(SCRIPTS / "simulate_published.py"), "--tokens", "24"]
+    texts = [job["text"] for job in found.values()]
+    assert texts == ["a table", "```\na table\n```"] and [job["model"] for job in found.values()] == ["", "m.gguf"]

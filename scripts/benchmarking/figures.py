@@ -48,11 +48,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Job:
-    """One run. kind: compare (compare_llama_cpp.py), bench (hotcold bench), text (a script that prints Markdown)."""
+    """One run. kind: compare (compare_llama_cpp.py), bench (hotcold bench), text (a script that prints Markdown), plan
+    (hotcold plan)."""
 
     label: str
     kind: str
-    model: Model | str  # a str: DEMO
+    model: Model | str | None  # a str: DEMO; None: the script needs none
     options: tuple[str, ...] = ()
     target: float | None = None  # of the ratio
 
@@ -72,6 +73,7 @@ class Figure:
     view: str  # of page.py: ratio, bandwidth, linear, startup, text
     jobs: tuple[Job, ...] = ()
     source: tuple[str, ...] = field(default=())
+    anywhere: bool = False  # its results are the same on every machine
 
 
 GEN, LARGE_GEN = "32", "16"  # generated tokens; of large models
@@ -156,6 +158,17 @@ FIGURES = (
     Figure(
         "scaling-layers", "More layers", "llama-1.3b with 6, 12 and 24 layers.", "linear",
         tuple(Job("layers", "bench", Model("llama-1.3b", "q8_0", layers=n), BENCH) for n in DEEP),
+    ),
+    Figure(
+        "hybrid-simulated", "Simulated hybrid speed",
+        "**Simulated, not measured**: no GPU was there. What the timing model of `hotcold plan --simulate` says, first "
+        "of settings that PowerInfer's authors published, then of a synthetic model whose neurons were recorded while "
+        "it read the bundled text: tokens per second of the four plans, the CPU alone and llama.cpp's layer split.",
+        "text",
+        (Job("published", "text", None, ("simulate_published.py", "--tokens", "24")),
+         Job("recorded", "plan", SPARSE[2], ("--simulate", "rtx-2080-ti,rtx-3060-12g,rtx-4090", "--n-ctx", "4096",
+                                             "--tokens", "128"))),
+        anywhere=True,
     ),
     Figure(
         "lookup", "Prompt lookup", "Speculation without a draft model, `scripts/measure_lookup.py`.", "text",

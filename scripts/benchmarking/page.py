@@ -18,6 +18,7 @@ from comparison.report import optional, spread, table
 from comparison.settings import NO_REPACK, STOCK, Settings
 
 from benchmarking.figures import DEMO, DEMO_STEM, FIGURES, Figure, Model
+from benchmarking.runs import ANYWHERE
 from benchmarking.summary import (
     NOT_MEASURED,
     START_S,
@@ -94,6 +95,10 @@ def remarks(page: str, name: str, machine: str) -> str:
 def section(figure: Figure, machines: Machines, old: str) -> str:
     """What is measured, then what each machine gave."""
     parts = [f"## {figure.title} (`{figure.name}`)", "", figure.text, ""]
+    if figure.anywhere:
+        results = next(iter(machines.values()))
+        there = bool(jobs_of(figure, results))
+        return "\n".join([*parts, part(figure, results, ANYWHERE, old) if there else f"*{NOT_MEASURED}*\n"])
     none = [machine for machine, results in machines.items() if not VIEWS[figure.view](jobs_of(figure, results))]
     for machine, results in machines.items():
         if machine not in none:
@@ -119,7 +124,8 @@ def part(figure: Figure, results: Results, machine: str, old: str) -> str:
 
 def cpu(results: Results) -> str:
     """Of the machine; a text that its results tell."""
-    jobs = [job for found in results.values() for job in found["jobs"].values()]
+    own = [figure.name for figure in FIGURES if not figure.anywhere]
+    jobs = [job for name in own for job in results[name]["jobs"].values()]
     return str(jobs[0].get("result", jobs[0])["machine"]["CPU"]) if jobs else "unknown"
 
 
@@ -127,7 +133,8 @@ def covered(figure: Figure, results: Results) -> list[str]:
     """A sentence: which models, how many threads, how llama.cpp ran. What a table leaves out cannot be seen in it."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for job in figure.jobs:
-        if found := results[figure.name]["jobs"].get(job.key):
+        found = results[figure.name]["jobs"].get(job.key)
+        if found and job.model is not None:
             model = job.model
             what, kind = (model.shape, model.kind.upper()) if isinstance(model, Model) else ("SmolLM2-135M", "")
             kinds.setdefault((what, conditions(found, kind)), []).append(kind)

@@ -33,6 +33,7 @@ TINY = {"llama": "llama-tiny", "opt": "opt-tiny"}  # shapes that try out the mac
 TINY_NUMBERS = {"--prompt-tokens": 16, "--gen-tokens": 4, "-n": 4, "--quality-tokens": 16, "--tokens": 8}
 
 TINY_LISTS = {"-d": "0,64,128,256", "-t": "1", "--threads": "1"}
+ANYWHERE = "anywhere"  # the folder of results that are the same on every machine
 TRIES = 3  # of a burst that others disturb
 # What the page shows of a comparison, and of a test of `hotcold bench`.
 KEPT = ("speed", "use", "quality", "notes", "llama_cpp", "machine", "versions", "load_at_end")
@@ -54,9 +55,14 @@ class Options:
     tiny: bool = False
 
 
+def file_of(results: Path, figure: Figure) -> Path:
+    """In the folder of a machine's results, or in the one beside it of what is the same everywhere."""
+    return (results.parent / ANYWHERE if figure.anywhere else results) / f"{figure.name}.json"
+
+
 def load(results: Path, figure: Figure) -> dict[str, Any]:
     """What has been measured of a figure. Raises HotcoldError for a file that is no such JSON."""
-    path = results / f"{figure.name}.json"
+    path = file_of(results, figure)
     if not path.exists():
         return {"name": figure.name, "jobs": {}}
     try:
@@ -69,8 +75,8 @@ def load(results: Path, figure: Figure) -> dict[str, Any]:
 
 
 def save(results: Path, figure: Figure, found: dict[str, Any]) -> None:
-    path = results / f"{figure.name}.json"
-    results.mkdir(parents=True, exist_ok=True)
+    path = file_of(results, figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(rounded(plain(found)), indent=1) + "\n")
     os.replace(part, path)
@@ -112,8 +118,13 @@ def sized(job: Job, tiny: bool) -> Job:
     return replace(job, model=model, options=tuple(words))
 
 
-def make_model(model: Model | str, options: Options) -> tuple[Path, Path | None]:
-    """(the model, its twin for llama.cpp if it has one), made if they are not there. Raises HotcoldError."""
+def make_model(model: Model | str | None, options: Options) -> tuple[Path, Path | None]:
+    """(the model, its twin for llama.cpp if it has one), made if they are not there. Raises HotcoldError.
+
+    Of a run without a model, an empty path.
+    """
+    if model is None:
+        return Path(), None
     if model == DEMO:
         if not options.demo.exists():
             raise HotcoldError(f"{options.demo}: the demo model is not there; scripts/run makes it, --demo names it")
@@ -192,9 +203,20 @@ def run_text(job: Job, model: Path, twin: Path | None, options: Options) -> dict
     script, *rest = job.options
     if not (SCRIPTS / script).exists():
         raise HotcoldError(f"scripts/{script} is not there")
-    burst = quiet_burst([sys.executable, str(SCRIPTS / script), str(model), *rest], script, options)
-    command = shown(["python", f"scripts/{script}", str(model), *rest])
+    words = [*([str(model)] if job.model is not None else []), *rest]
+    burst = quiet_burst([sys.executable, str(SCRIPTS / script), *words], script, options)
+    command = shown(["python", f"scripts/{script}", *words])
     return {"command": command, "text": burst.output, **quiet(burst, options), **where()}
+
+
+def run_plan(job: Job, model: Path, twin: Path | None, options: Options) -> dict[str, Any]:
+    """Speeds do not matter here, so neither does who else computes."""
+    command = ["plan", str(model), *job.options]
+    burst = run_burst([*HOTCOLD, *command])
+    if burst.status:
+        raise HotcoldError(f"hotcold plan ended with status {burst.status}: {burst.errors}")
+    lines = [line.rstrip() for line in burst.output.strip().splitlines()]
+    return {"command": shown(["hotcold", *command]), "text": "\n".join(["```", *lines, "```"]), **where()}
 
 
 def quiet_burst(command: list[str], who: str, options: Options) -> Burst:
@@ -215,7 +237,7 @@ def quiet(burst: Burst, options: Options) -> dict[str, Any]:
     return {"others": burst.others, "noise": options.noise}
 
 
-RUNNERS = {"compare": run_compare, "bench": run_bench, "text": run_text}
+RUNNERS = {"compare": run_compare, "bench": run_bench, "text": run_text, "plan": run_plan}
 
 
 def job_size(job: Job) -> dict[str, Any]:
