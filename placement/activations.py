@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.placement.counting import source_positions
 from hotcold.placement.identity import model_id
 from hotcold.runtime.atomic import replacing
 from hotcold.runtime.config import ModelConfig
@@ -129,6 +128,8 @@ def draw(
 
 def save_activations(path: Path, activations: Activations, file: GGUFFile, config: ModelConfig, force: bool) -> None:
     """Complete under its name, or not at all. Raises HotcoldError."""
+    from hotcold.placement.counting import source_positions  # compiles kernels: not for `plan --help`
+
     arrays: dict[str, Any] = {
         "version": np.array([VERSION]), "measured": np.array([activations.measured]),
         "model": np.frombuffer(model_id(file, config).encode(), np.uint8),
@@ -145,6 +146,8 @@ def save_activations(path: Path, activations: Activations, file: GGUFFile, confi
 
 def load_activations(path: Path, file: GGUFFile, config: ModelConfig) -> Activations:
     """Raises HotcoldError for what is no such file, or is of another model."""
+    from hotcold.placement.counting import source_positions
+
     shown = safe_text(str(path))
     try:
         with zipfile.ZipFile(path) as archive:

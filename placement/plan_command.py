@@ -44,8 +44,6 @@ from hotcold.runtime.weights import load_weights
 if TYPE_CHECKING:
     from hotcold.placement.plan_ops import OpLine
 
-ALL_OPS = "all"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `hotcold plan`."""
@@ -64,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="exactly so many of the last layers on the GPU (plan layers, unless --gpu-plan says)")
     parser.add_argument("--sparsity", choices=SPARSITY_MODES, default=AUTO,
                         help="as in hotcold run; predict: plans that are not exact may be chosen (default auto)")
-    parser.add_argument("--ops", nargs="?", const="each", choices=("each", ALL_OPS),
-                        help="also the operators of a token: of one layer of each kind, or of all")
+    parser.add_argument("--ops", action="store_true", help="also the operators of a token, of one layer of each kind")
+    parser.add_argument("--all-ops", action="store_true", help="the same, of all layers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_simulation_arguments(parser)
 
@@ -143,13 +141,13 @@ def make_report(args: argparse.Namespace, file: GGUFFile, config: ModelConfig) -
                               n_layers=args.gpu_layers, every=True)  # fmt: skip
     lines: Sequence[OpLine] = ()
     alike: dict[int, list[int]] = {}
-    if args.ops:
+    if args.ops or args.all_ops:
         from hotcold.placement.plan_model import read_model
         from hotcold.placement.plan_ops import one_of_each, op_lines, plan_of
 
         plan = plan_of(file, config, choice.placement)
         lines = op_lines(plan, read_model(file, config, n_ctx), choice.placement)
-        if args.ops != ALL_OPS:
+        if not args.all_ops:
             lines, alike = one_of_each(lines)
     return Report(safe_text(str(args.model)), choice, _by_kind(file, config, choice.placement), lines, alike)
 

@@ -54,7 +54,7 @@ def op_lines(plan: Plan, model: PlanModel, placement: Placement) -> list[OpLine]
             count = _chosen(op, reading.matrix, model, placement) if reading.chosen else float(reading.rows)
             n_bytes += count * reading.row_bytes
             seconds += count * reading.row_bytes * (rows if reading.chosen else read)
-            name = reading.matrix.split(".", 2)[-1].removesuffix(".weight")
+            name = reading.matrix.removesuffix(".weight").split(".", 2 if reading.matrix.startswith("blk.") else 0)[-1]
             chosen = f"{count:.0f} of " if reading.chosen else ""
             parts.append(f"{name} {chosen}{reading.rows} rows")
         if op.kind == "attend":

@@ -66,8 +66,8 @@ def check_simulation_arguments(args: argparse.Namespace) -> None:
     if args.simulate is None and given:
         args.parser.error(f"{given[0]} is for --simulate")
     if args.simulate is not None:
-        for name in ("hardware", "ops", "gpu_layers"):
-            if getattr(args, name) is not None:
+        for name in ("hardware", "ops", "all_ops", "gpu_layers"):
+            if getattr(args, name) not in (None, False):
                 args.parser.error(f"--{name.replace('_', '-')} is not for --simulate, which compares all plans")
         if args.gpu_plan != AUTO or args.sparsity != AUTO:
             args.parser.error("--gpu-plan and --sparsity are not for --simulate, which compares all plans")

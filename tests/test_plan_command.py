@@ -96,7 +96,7 @@ def test_a_plan_that_is_named(plan: Run) -> None:
 
 def test_operators_have_devices_and_prerequisites(plan: Run, folder: Path) -> None:
     budget = half(folder)
-    every = json.loads(plan("--vram-budget", budget, "--ops", "all", "--json")[1])["operators"]
+    every = json.loads(plan("--vram-budget", budget, "--all-ops", "--json")[1])["operators"]
     assert [op["number"] for op in every] == list(range(len(every)))
     assert all(need < op["number"] for op in every for need in op["needs"])
     assert {op["device"] for op in every} == {"cpu", "gpu"}
@@ -113,7 +113,7 @@ def test_operators_have_devices_and_prerequisites(plan: Run, folder: Path) -> No
 
 def test_operators_read_what_the_layers_cost(plan: Run, folder: Path) -> None:
     """Everything on the GPU: the operators of a layer take the layer's time but for launches."""
-    found = json.loads(plan("--vram-budget", "1GiB", "--ops", "all", "--json")[1])
+    found = json.loads(plan("--vram-budget", "1GiB", "--all-ops", "--json")[1])
     assert found["chosen"] == "all"
     for layer in found["layers"]:
         own = sum(op["seconds"] for op in found["operators"] if op["layer"] == layer["layer"])
