@@ -230,6 +230,7 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
                            CUBLAS_OP_T=1, CUBLAS_OP_N=0, CUBLAS_COMPUTE_32F=68, CUBLAS_GEMM_DEFAULT=-1)  # fmt: skip
     module: Any = ModuleType("fake_cupy")
     module.ndarray, module.RawModule, module.blas, module.runtime = FakeArray, RawModule, blas, runtime
+    module.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: runtime._may("free_all_blocks"))
     module.cuda = SimpleNamespace(
         runtime=runtime, Device=Device, Stream=Stream, Event=Event, PinnedMemory=PinnedMemory,
         PinnedMemoryPointer=pinned_pointer,

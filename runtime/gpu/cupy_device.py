@@ -148,7 +148,7 @@ class CupyDevice:
         self._not_capturing("allocating")
         self._use()
         try:
-            block = _Block(self, n)
+            block = self._block(n)
         except _FAILURES as e:
             if getattr(e, "status", None) == _OUT_OF_MEMORY or isinstance(e, MemoryError):
                 raise DeviceMemoryError(n, self.memory()[0]) from e
@@ -157,6 +157,13 @@ class CupyDevice:
         self.used += n
         self.peak = max(self.peak, self.used)
         return self._array(shape, dtype, block.address, n, block)
+
+    def _block(self, n: int) -> _Block:
+        try:
+            return _Block(self, n)
+        except _FAILURES:  # what array_module() was used for may hold memory that nobody needs
+            self._cupy.get_default_memory_pool().free_all_blocks()
+            return _Block(self, n)
 
     def _array(self, shape: Dim, dtype: npt.DTypeLike, address: int, n: int, owner: object) -> Array:
         cuda = self._cupy.cuda
