@@ -202,7 +202,8 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
             def function(grid: Any, block: Any, args: Any, shared: int, stream: Stream) -> None:
                 assert type(grid) is tuple and type(block) is tuple and type(args) is tuple
                 runtime._may(f"launch {name}")
-                values = [0 if a is None else a.data.ptr if isinstance(a, FakeArray) else a for a in args]
+                assert not any(a is None for a in args), "CuPy makes no null pointer of it"
+                values = [a.data.ptr if isinstance(a, FakeArray) else a for a in args]
 
                 def work() -> None:
                     problem = self.library.run(name, grid, block, values, shared, 0)
