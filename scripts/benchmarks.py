@@ -23,6 +23,7 @@ from benchmarking.page import write_page
 from benchmarking.runs import ANYWHERE, Options, load, make_model, run_figure, sized, this_machine
 from benchmarking.summary import Machines
 from comparison.settings import say
+from gpu_checks.page import load as load_gpus
 
 from hotcold.runtime.errors import HotcoldError
 
@@ -123,7 +124,7 @@ def main() -> int:
             list_figures(results)
         if args.write:
             old = args.write.read_text() if args.write.exists() else ""
-            args.write.write_text(write_page(machines(results, alone=bool(args.results)), old))
+            args.write.write_text(write_page(machines(results, alone=bool(args.results)), old, load_gpus(RESULTS)))
             say(f"wrote {args.write}")
     except (HotcoldError, OSError) as error:
         say(f"benchmarks: {error}")

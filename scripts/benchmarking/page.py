@@ -16,6 +16,7 @@ from typing import Any
 from comparison.plain import each_text, plain
 from comparison.report import optional, spread, table
 from comparison.settings import NO_REPACK, STOCK, Settings
+from gpu_checks.page import section as gpu_section
 
 from benchmarking.figures import DEMO, DEMO_STEM, FIGURES, Figure, Model
 from benchmarking.runs import ANYWHERE
@@ -57,13 +58,15 @@ of threads it covers: nothing larger than 7B and nothing with more than two thre
 TWINS = re.compile(r" --twins \S+")  # of a command: the folder where its models are
 
 
-def write_page(machines: Machines, old: str) -> str:
-    """machines: name -> figure -> what runs.load gives. `old`: the page as it is, for its remarks."""
+def write_page(machines: Machines, old: str, gpus: Results | None = None) -> str:
+    """machines: name -> figure -> what runs.load gives. `old`: the page as it is, for its remarks. gpus: results of
+    gpu_check.py."""
     shown = {machine: {figure.name: as_shown(figure, results[figure.name]) for figure in FIGURES}
              for machine, results in machines.items()}  # fmt: skip
     parts = [HEAD + summary(shown)]
     for figure in FIGURES:
         parts.append(section(figure, shown, old))
+    parts.append(gpu_section(gpus or {}, partial(remarks, old, "gpu-check")))
     return "\n".join(parts)
 
 
