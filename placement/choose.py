@@ -93,8 +93,12 @@ def placer(notify: Callable[[str], None]) -> Callable[[Wanted], GpuPlacement]:
         from hotcold.placement.machine import machine_hardware
 
         figures = machine_hardware(say=lambda what: notify(f"measuring this machine, once: {what}"))
+        if not figures.has_gpu:
+            raise HotcoldError(f"{wanted.device.name}: its speed could not be measured, so nothing can be planned: run "
+                               "hotcold doctor, or say what is on the GPU by --gpu-layers")  # fmt: skip
         hardware = replace(figures, gpu_context=wanted.device.context_bytes)
-        choice = choose_placement(wanted.file, wanted.config, wanted.budget, wanted.n_ctx, hardware, wanted.kind,
+        budget = min(wanted.budget, hardware.vram)
+        choice = choose_placement(wanted.file, wanted.config, budget, wanted.n_ctx, hardware, wanted.kind,
                                   sparsity=wanted.sparsity)  # fmt: skip
         for line in (choice.why, *choice.notes):
             notify(f"GPU: {line}")

@@ -1,6 +1,6 @@
 """This machine: what is there, and how fast it reads memory.
 
-In: the operating system, CuPy if it is installed. Out: Machine (seen) and Hardware (measured), kept in the user's
+In: the operating system, a GPU if there is one. Out: Machine (seen) and Hardware (measured), kept in the user's
 cache. Next: doctor.py prints both; plan_vram.py places on what was measured.
 
 What cannot be measured is said, with the reason, and is no error.
@@ -8,26 +8,23 @@ What cannot be measured is said, with the reason, and is no error.
 
 from __future__ import annotations
 
-import importlib
-import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from hotcold.placement.hardware import Hardware, cache_path, load_cached, save_cached
+from hotcold.placement.measure_gpu import measure_gpu
 from hotcold.runtime.bandwidth import ReadTest, cpu_name, last_level_cache
 from hotcold.runtime.gguf_file import safe_text
+from hotcold.runtime.gpu.device import find_cards, open_device
 from hotcold.runtime.threads import cgroup_limit, default_threads
 
 Say = Callable[[str], None]
 
-_PASSES = 6
 _NO_LIMIT = 1 << 60  # control groups of version 1 write a number above it for "none"
 _SHOWN_FEATURES = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "neon", "dotprod")
 
@@ -61,7 +58,7 @@ class Machine:
 def describe_machine() -> Machine:
     from hotcold.runtime.kernels import isa, simd
 
-    _, gpus, reason = find_gpu()
+    gpus, reason = find_cards()
     logical = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return Machine(
@@ -106,25 +103,6 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
     return min(limits)
 
 
-def find_gpu(name: str = "cupy") -> tuple[Any, tuple[str, ...], str]:
-    """-> the CuPy module (None without a usable GPU), the cards' names, why there is none."""
-    try:
-        cupy = importlib.import_module(name)
-    except Exception as e:
-        if isinstance(e, ModuleNotFoundError) and e.name == name:
-            return None, (), "CuPy is not installed: pip install 'hotcold[gpu]'"
-        # a CuPy of another CUDA fails in many ways
-        return None, (), f"CuPy cannot be loaded: {_line(e)}"
-    try:
-        runtime = cupy.cuda.runtime
-        names = [runtime.getDeviceProperties(i)["name"] for i in range(runtime.getDeviceCount())]
-    except Exception as e:
-        return None, (), f"CuPy finds no GPU or driver: {_line(e)}"
-    if not names:
-        return None, (), "CuPy finds no GPU"
-    return cupy, tuple(safe_text(n.decode(errors="replace") if isinstance(n, bytes) else str(n), 80) for n in names), ""
-
-
 def _line(error: Exception) -> str:
     return safe_text(" ".join(f"{type(error).__name__}: {error}".split()), 160)
 
@@ -139,43 +117,6 @@ def measure_cpu(threads: int, cache: int, say: Say) -> tuple[float, float]:
     one = test.measure(1)
     say(f"reading RAM with {threads} threads")
     return one, max(one, test.measure(threads)) if threads > 1 else one
-
-
-def measure_gpu(cupy: Any, say: Say) -> dict[str, Any]:
-    """Fields of Hardware about the first card. Whatever CuPy raises passes through."""
-    say("reading VRAM")
-    runtime = cupy.cuda.runtime
-    free, total = runtime.memGetInfo()
-    n = max(min(512 << 20, free // 4), 1 << 20) // 4
-    data = cupy.ones(n, dtype=np.float32)
-    read = 4 * n / _gpu_seconds(cupy, lambda: data.sum())
-    copied = 8 * n / _gpu_seconds(cupy, lambda: data.copy())
-    say("copying over PCIe")
-    size = min(4 * n, 128 << 20)
-    pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.float32, size // 4)
-    target = cupy.empty(size // 4, dtype=np.float32)
-    pcie = size / _gpu_seconds(cupy, lambda: target.set(pinned))
-    say("waiting for the GPU")
-    small, times = cupy.zeros(32, dtype=np.float32), []
-    for _ in range(200):
-        began = time.perf_counter()
-        small += np.float32(1)
-        cupy.cuda.get_current_stream().synchronize()
-        times.append(time.perf_counter() - began)
-    return {"gpu_bandwidth": max(read, copied), "pcie": pcie, "t_sync": float(np.median(times)), "vram": int(total)}
-
-
-def _gpu_seconds(cupy: Any, work: Callable[[], object]) -> float:
-    """Least time of several runs, by the card's own clock."""
-    best = math.inf
-    for _ in range(_PASSES):
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
-    return max(best, 1e-9)
 
 
 def busy(machine: Machine) -> str:
@@ -194,9 +135,13 @@ def measure(machine: Machine, say: Say = lambda _: None) -> tuple[Hardware, str]
     fields: dict[str, Any] = {}
     if machine.gpus:
         try:
-            fields = {"gpu": machine.gpus[0], **measure_gpu(find_gpu()[0], say)}
+            device = open_device()
+            try:
+                fields = {"gpu": device.name, **measure_gpu(device, say)}
+            finally:
+                device.close()
         except Exception as e:  # whatever a driver has to say must not end the program
-            problem = f"{machine.gpus[0]} could not be measured: {_line(e)}"
+            fields, problem = {}, f"{machine.gpus[0]} could not be measured: {_line(e)}"
     name = f"this machine: {machine.cpu}, {machine.threads} threads" + (f", {machine.gpus[0]}" if fields else "")
     return Hardware(name=name[:200], cpu_bandwidth=all_threads, cpu_bandwidth_1=one, threads=machine.threads,
                     ram=machine.ram, **fields), problem  # fmt: skip

@@ -27,7 +27,6 @@ from rich.table import Table
 from hotcold.convert.main import writing_progress
 from hotcold.convert.model import array
 from hotcold.placement import lowrank
-from hotcold.placement.machine import find_gpu
 from hotcold.placement.place import PLACEMENT_KEYS, show
 from hotcold.placement.predictor import KEYS, computed, export, metadata, rows_of
 from hotcold.placement.predictor_check import TOKENS, checked
@@ -54,6 +53,7 @@ from hotcold.runtime.console import emit, note
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.facts import fires
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf, safe_text
+from hotcold.runtime.gpu.device import DeviceUnavailable, open_device
 from hotcold.runtime.weights import by_column
 
 BUDGET = 0.1  # share of the model's parameters that all nets together may have
@@ -111,10 +111,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def array_module() -> Any:
-    """CuPy where it and a GPU are there, else NumPy; a line says which, and why."""
-    cupy, names, reason = find_gpu()
-    note(f"nets are trained on {names[0]}" if names else f"nets are trained on the CPU: {reason}")
-    return np if cupy is None else cupy
+    """The GPU's array package where there is one that multiplies matrices, else NumPy; a line says which, and why."""
+    try:
+        device = open_device()
+        reason = "" if device.has_gemm else f"{device.name} has no cuBLAS: pip install nvidia-cublas-cu12"
+    except DeviceUnavailable as e:
+        reason = e.reason
+    note(f"nets are trained on the CPU: {reason}" if reason else f"nets are trained on {device.name}")
+    return np if reason else device.array_module()
 
 
 # ------------------------------------------------------------------ for convert --calibrate and others

@@ -24,6 +24,7 @@ from hotcold.runtime.chat import ChatTemplate
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.generate import GenerationStats, Session, StopFilter
+from hotcold.runtime.gpu.choose import GpuOptions
 from hotcold.runtime.lookup import draft_limit
 from hotcold.runtime.sampling import Sampler, SamplingOptions, SamplingParams
 from hotcold.runtime.tokenizer import Tokenizer
@@ -65,6 +66,7 @@ class Model:
         mmap: bool = True,
         mlock: bool = False,
         notify: Callable[[str], None] = _log.info,
+        gpu: str | GpuOptions | None = None,
     ) -> Model:
         """Open a GGUF file.
 
@@ -73,13 +75,15 @@ class Model:
         the machine gives this process. n_ctx: tokens of context; None for the smaller of 4096 and what the model was
         trained on. kv_type: "f16", "q8_0" or "f32". mmap: False reads the file into memory instead of mapping it.
         mlock: keep it in RAM, where the system allows that. notify: gets one line for each thing worth knowing
-        (default: the logger "hotcold", level INFO).
+        (default: the logger "hotcold", level INFO). gpu: "off", "auto" (used if there is one, and `notify` is told if
+        not), "required" (or an error), None (auto, and silent where there is none), or hotcold.runtime.gpu.GpuOptions:
+        how much VRAM, which plan. Without its `place`, whole layers are on the GPU.
 
         Raises HotcoldError if the file is not a model this program computes, or an option is out of range.
         """
         engine = Engine.open(
             path, sparsity=sparsity, threads=threads, n_ctx=n_ctx, kv_type=kv_type, mmap=mmap, mlock=mlock,
-            notify=notify,
+            notify=notify, gpu=GpuOptions(gpu) if gpu is None or isinstance(gpu, str) else gpu,
         )  # fmt: skip
         try:
             vocabulary = engine.file.get("tokenizer.ggml.model", "no_vocab") != "no_vocab"

@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
 from numba import njit
 
 from hotcold.runtime import bench_report
-from hotcold.runtime.arguments import add_memory_options, count, counts, wholes
+from hotcold.runtime.arguments import add_gpu_options, add_memory_options, count, counts, gpu_options, wholes
 from hotcold.runtime.bandwidth import ReadTest, last_level_cache
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import note
@@ -35,7 +36,11 @@ from hotcold.runtime.kernels.simd import read_cycles
 from hotcold.runtime.op_costs import OpCost, op_costs, token_bytes
 from hotcold.runtime.plan import SPARSITY_MODES
 from hotcold.runtime.program import KV_TYPES
+from hotcold.runtime.stats import HybridStats
 from hotcold.runtime.threads import default_threads
+
+if TYPE_CHECKING:
+    from hotcold.runtime.gpu.choose import GpuOptions
 
 _SEED = 0
 
@@ -94,6 +99,9 @@ class Result:
     load_average: float
     test_time: str
     ops: list[OpCost] = field(default_factory=list)
+    hybrid: HybridStats | None = None  # None: the CPU alone
+    gpu_plan: str = ""
+    n_gpu_layers: int = 0
 
     def rates(self) -> np.ndarray:
         """f64: tokens per second of each sample."""
@@ -118,7 +126,7 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(parser=parser)
+    parser.set_defaults(parser=parser, place=None)
     parser.add_argument("models", metavar="MODEL", nargs="+", type=_path, help="GGUF file")
     tests = parser.add_argument_group("tests (lists are separated by commas; every combination is measured)")
     tests.add_argument("-p", "--n-prompt", metavar="N", type=wholes, default=[512],
@@ -138,6 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--kv-type", metavar="TYPE", type=_choices(tuple(KV_TYPES)), default=["f16"],
                        help=f"type of the KV cache, of {', '.join(KV_TYPES)} (default f16)")
     add_memory_options(model)
+    add_gpu_options(parser.add_argument_group("GPU (default: off)"))
     output = parser.add_argument_group("output")
     output.add_argument("-o", "--output", choices=bench_report.FORMATS, default="md", help="default md")
     output.add_argument("--ops", action="store_true",
@@ -196,7 +205,7 @@ def measure_setting(setting: Setting, tests: Sequence[Case], args: argparse.Name
     began = time.perf_counter()
     with Engine.open(
         setting.model, sparsity=setting.sparsity, threads=setting.threads, n_ctx=n_ctx, kv_type=setting.kv_type,
-        mmap=args.mmap, mlock=args.mlock, notify=note,
+        mmap=args.mmap, mlock=args.mlock, notify=note, gpu=_gpu(args),
     ) as engine:  # fmt: skip
         load_s = time.perf_counter() - began
         bench = Bench(engine)
@@ -205,7 +214,7 @@ def measure_setting(setting: Setting, tests: Sequence[Case], args: argparse.Name
             samples = bench.run(test, args.repetitions, args.warmup)
             stats = engine.layer_stats() if test.n_gen else None
             read = None
-            if stats is not None and not test.n_prompt:
+            if stats is not None and not test.n_prompt and stats.hybrid is None:  # of RAM: a GPU reads its own
                 read = token_bytes(engine, stats, contexts(test))
             model_type, model_size, model_n_params = describe_model(engine)
             yield Result(
@@ -230,7 +239,16 @@ def measure_setting(setting: Setting, tests: Sequence[Case], args: argparse.Name
                 load_average=load_average(),
                 test_time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 ops=bench.ops(test) if args.ops else [],
+                hybrid=engine.layer_stats().hybrid,
+                gpu_plan=engine.plan.placement.kind if engine.plan.placement else "",
+                n_gpu_layers=engine.config.n_layer - engine.plan.placement.first if engine.plan.placement else 0,
             )
+
+
+def _gpu(args: argparse.Namespace) -> GpuOptions | None:
+    """None: the CPU alone, unless a GPU was asked for: figures must not depend on what else is in the machine."""
+    options = gpu_options(args, args.place)
+    return options if options.asked else None
 
 
 def _check_context(model: Path, tests: Sequence[Case]) -> None:

@@ -32,10 +32,11 @@ def record(result: Result) -> dict[str, Any]:
     r, s = result, result.setting
     ns, rates = np.array(r.samples_ns, np.float64), r.rates()
     return {
-        "build_commit": version("hotcold"), "build_number": 0, "cpu_info": cpu_name(), "gpu_info": "",
-        "backends": "CPU", "model_filename": str(s.model), "model_type": r.model_type, "model_size": r.model_size,
+        "build_commit": version("hotcold"), "build_number": 0, "cpu_info": cpu_name(),
+        "gpu_info": r.hybrid.name if r.hybrid else "", "backends": _backend(r),
+        "model_filename": str(s.model), "model_type": r.model_type, "model_size": r.model_size,
         "model_n_params": r.model_n_params, "n_batch": r.n_batch, "n_ubatch": r.n_batch, "n_threads": s.threads,
-        "type_k": s.kv_type, "type_v": s.kv_type, "n_gpu_layers": 0, "n_prompt": r.test.n_prompt,
+        "type_k": s.kv_type, "type_v": s.kv_type, "n_gpu_layers": r.n_gpu_layers, "n_prompt": r.test.n_prompt,
         "n_gen": r.test.n_gen, "n_depth": r.test.n_depth, "test_time": r.test_time,
         "avg_ns": round(float(ns.mean())), "stddev_ns": round(_spread(ns)),
         "avg_ts": float(rates.mean()), "stddev_ts": _spread(rates),
@@ -45,8 +46,15 @@ def record(result: Result) -> dict[str, Any]:
         "read_bandwidth": r.bandwidth, "bandwidth_share": r.bandwidth_share,
         "cpu_s": [n / 1e9 for n in r.samples_cpu_ns], "tokens_per_cpu_s": r.tokens_per_cpu_s, "load_s": r.load_s,
         "peak_rss": r.peak_rss, "mmap": r.mmap, "mlock": r.mlock, "load_average": r.load_average,
-        "kernels": simd.ISA,
+        "kernels": simd.ISA, "gpu_plan": r.gpu_plan, "vram": r.hybrid.vram if r.hybrid else 0,
+        "gpu_skips": r.hybrid.skips if r.hybrid else None,
     }  # fmt: skip
+
+
+def _backend(r: Result) -> str:
+    if r.hybrid is None:
+        return "CPU"
+    return "CUDA" if r.gpu_plan == "all" else "CUDA+CPU"
 
 
 def _spread(values: np.ndarray) -> float:
@@ -160,7 +168,7 @@ COLUMNS: tuple[tuple[str, int, bool, Callable[[Result], str]], ...] = (
     ("model", 30, False, lambda r: safe_text(r.model_type, 60)),
     ("size", 10, True, lambda r: _size(r.model_size)),
     ("params", 10, True, lambda r: _params(r.model_n_params)),
-    ("backend", 7, False, lambda r: "CPU"),
+    ("backend", 7, False, lambda r: _backend(r)),
     ("threads", 7, True, lambda r: str(r.setting.threads)),
     ("kv", 4, False, lambda r: r.setting.kv_type),
     ("sparsity", 8, False, lambda r: r.engine_sparsity),

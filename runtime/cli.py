@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from hotcold.runtime.arguments import add_memory_options
+from hotcold.runtime.arguments import add_gpu_options, add_memory_options, gpu_options
 from hotcold.runtime.console import complain, discard, emit, end_notes, fill_streams, printable, read_input
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.lookup import MAX_DRAFT, draft_limit
@@ -31,6 +31,8 @@ from hotcold.runtime.lookup import MAX_DRAFT, draft_limit
 if TYPE_CHECKING:
     from hotcold.runtime.api import Model
     from hotcold.runtime.generate import GenerationStats
+    from hotcold.runtime.gpu.choose import Wanted
+    from hotcold.runtime.gpu.placement import GpuPlacement
     from hotcold.runtime.repl import Repl
     from hotcold.runtime.sampling import Sampler, SamplingParams
 
@@ -165,7 +167,7 @@ def _module(parser: argparse.ArgumentParser, name: str) -> None:
     """A command that is a module of its own, with add_arguments() and run()."""
     module = importlib.import_module(f"hotcold.{name}")
     module.add_arguments(parser)
-    parser.set_defaults(run=module.run)
+    parser.set_defaults(run=module.run, place=_place)
     gc.enable()
 
 
@@ -205,6 +207,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="type of the KV cache: q8_0 takes about half the memory of f16, and is less exact (default f16)",
     )  # fmt: skip
     add_memory_options(group)
+    add_gpu_options(parser.add_argument_group("GPU"))
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
@@ -365,6 +368,14 @@ def _say_computed(repl: Repl) -> None:
         note(f"neurons computed: {share_line(layers)}")
 
 
+def _place(wanted: Wanted) -> GpuPlacement:
+    """Runtime knows nothing of placement; here it is asked for it, if there is a GPU."""
+    from hotcold.placement.choose import placer
+    from hotcold.runtime.console import note
+
+    return placer(note)(wanted)
+
+
 def _open(args: argparse.Namespace) -> Model:
     from hotcold.runtime.api import Model
     from hotcold.runtime.console import note
@@ -378,6 +389,7 @@ def _open(args: argparse.Namespace) -> Model:
         mmap=args.mmap,
         mlock=args.mlock,
         notify=note,
+        gpu=gpu_options(args, _place),
     )
     gc.freeze()  # what is there now stays, and need not be looked at again
     gc.enable()

@@ -16,7 +16,7 @@ from hotcold.runtime.errors import HotcoldError
 
 if TYPE_CHECKING:
     from hotcold.runtime.generate import GenerationStats
-    from hotcold.runtime.stats import LayerStats
+    from hotcold.runtime.stats import HybridStats, LayerStats
 
 MAX_INPUT = 64 << 20  # bytes of a prompt or a line: more than any context holds
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but newline and tab
@@ -138,6 +138,8 @@ def timing_summary(stats: GenerationStats, load_seconds: float, total_seconds: f
         lines.append(f"          lookup = {lookup_line(stats)}")
     if stats.layers is not None:
         lines.append(f"neurons computed = {share_line(stats.layers)}")
+        if stats.layers.hybrid is not None:
+            lines.append(f"             GPU = {hybrid_line(stats.layers.hybrid)}")
     return lines
 
 
@@ -163,6 +165,18 @@ def share_line(layers: LayerStats | None) -> str:
     if layers.checked.mean() < 1:
         line += f", key rows of {100 * layers.checked.mean():.1f} %"
     return f"{line}; {100 * layers.bytes_share:.1f} % of the feed-forward bytes read"
+
+
+def hybrid_line(shared: HybridStats) -> str:
+    """What the GPU had of the layers, and how often it had to wait for the CPU."""
+    n = len(shared.gpu)
+    layers = f"layers {shared.first}-{n - 1}" if shared.first < n - 1 else f"layer {n - 1}"
+    asked = float(shared.asked.sum())
+    work = "no neurons left to the CPU"
+    if shared.cpu.any() or asked:
+        work = (f"{100 * shared.cpu_share:.1f} % of their neurons by the CPU, {asked:.1f} waits and transfers per "
+                f"token, {100 * shared.skips:.1f} % of layers skipped")  # fmt: skip
+    return f"{layers} on {shared.name}, {shared.vram / 2**20:.0f} MiB of VRAM; {work}"
 
 
 def _rate(seconds: float, n: int, what: str) -> str:

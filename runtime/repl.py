@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotcold.runtime.console import MAX_INPUT, TextOut, lookup_line, note, share_line
+from hotcold.runtime.console import MAX_INPUT, TextOut, hybrid_line, lookup_line, note, share_line
 from hotcold.runtime.conversation import Conversation, read_conversation
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.generate import ContextFull, GenerationStats
@@ -252,6 +252,8 @@ class Repl:
             self._say(f"turn: {self._turn_seconds:.2f} s")
         self._say(f"context: {session.n_cached} of {session.engine.n_ctx} tokens used")
         self._say(f"neurons computed: {share_line(s.layers)}")
+        if s.layers is not None and s.layers.hybrid is not None:
+            self._say(f"GPU: {hybrid_line(s.layers.hybrid)}")
 
 
 def run_lines(repl: Repl, lines: Iterable[bytes]) -> int:

@@ -202,7 +202,8 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
             def function(grid: Any, block: Any, args: Any, shared: int, stream: Stream) -> None:
                 assert type(grid) is tuple and type(block) is tuple and type(args) is tuple
                 runtime._may(f"launch {name}")
-                values = [0 if a is None else a.data.ptr if isinstance(a, FakeArray) else a for a in args]
+                assert not any(a is None for a in args), "CuPy makes no null pointer of it"
+                values = [a.data.ptr if isinstance(a, FakeArray) else a for a in args]
 
                 def work() -> None:
                     problem = self.library.run(name, grid, block, values, shared, 0)
@@ -230,6 +231,7 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
                            CUBLAS_OP_T=1, CUBLAS_OP_N=0, CUBLAS_COMPUTE_32F=68, CUBLAS_GEMM_DEFAULT=-1)  # fmt: skip
     module: Any = ModuleType("fake_cupy")
     module.ndarray, module.RawModule, module.blas, module.runtime = FakeArray, RawModule, blas, runtime
+    module.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: runtime._may("free_all_blocks"))
     module.cuda = SimpleNamespace(
         runtime=runtime, Device=Device, Stream=Stream, Event=Event, PinnedMemory=PinnedMemory,
         PinnedMemoryPointer=pinned_pointer,

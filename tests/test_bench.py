@@ -30,6 +30,7 @@ LLAMA_BENCH = {
     "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts",
 }  # fmt: skip
 OURS = {
+    "gpu_plan", "vram", "gpu_skips",
     "sparsity", "share_checked", "share_computed", "bytes_share", "bytes_per_token", "bytes_per_s", "read_bandwidth",
     "bandwidth_share", "cpu_s", "tokens_per_cpu_s", "load_s", "peak_rss", "mmap", "mlock", "load_average",
     "kernels",

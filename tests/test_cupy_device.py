@@ -147,6 +147,7 @@ def test_memory_is_the_drivers(device: Any, cupy: Any) -> None:
     assert device.download(view).tolist() == list(range(10, 20))
     with pytest.raises(DeviceMemoryError, match=f"{1 << 30} bytes wanted, {(1 << 30) - 200} free"):
         device.empty((1 << 28,), f32)
+    assert "free_all_blocks" in cupy.runtime.log  # what CuPy's own arrays left behind
     device.close()
     assert not cupy.runtime.live and device.used == 0  # even that of arrays which are still held
     assert cupy.runtime.log[-2:] == ["free", "cublas.destroy"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,67 +12,27 @@ from typing import Any
 import numpy as np
 import platformdirs
 import pytest
+from cuda_on_cpu.build import compiler
+from cuda_on_cpu.sim_device import SimDevice
 from gguf import GGMLQuantizationType as Type
 from small_models import Spec, make_tensors, write_model
 
-from hotcold.placement import doctor, machine
+from hotcold.placement import doctor, machine, measure_gpu
 from hotcold.placement.doctor import would_do
 from hotcold.placement.hardware import Hardware, from_json
 from hotcold.placement.identity import model_id
-from hotcold.placement.machine import Machine, find_gpu, machine_hardware, measure, memory_limit
+from hotcold.placement.machine import Machine, machine_hardware, measure, memory_limit
 from hotcold.placement.memory import model_bytes
 from hotcold.runtime import bandwidth, schema
 from hotcold.runtime.bandwidth import last_level_cache
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import GGUFError, HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
+from hotcold.runtime.gpu.device import DeviceError
 
 MACHINE = Machine(cpu="a CPU", features=("avx2",), kernels="avx2", missing=(), logical=4, cores=2, allowed=4,
                   cgroup=math.inf, threads=2, cache=1 << 20, ram=8 << 30, gpus=(),
                   gpu_reason="CuPy is not installed")  # fmt: skip
-
-
-class FakeEvent:
-    clock = 0.0
-
-    def record(self) -> None:
-        FakeEvent.clock += 0.5
-        self.at = FakeEvent.clock
-
-    def synchronize(self) -> None:
-        pass
-
-
-class FakeArray(np.ndarray):
-    def set(self, values: np.ndarray) -> None:
-        self[:] = values
-
-
-def fake_cupy(names: list[Any] | Exception, broken: bool = False) -> types.ModuleType:
-    """The calls that doctor.py makes, on NumPy; every measured piece of work takes half a millisecond."""
-
-    def count() -> int:
-        if isinstance(names, Exception):
-            raise names
-        return len(names)
-
-    def memory() -> tuple[int, int]:
-        if broken:
-            raise RuntimeError("cudaErrorUnknown:\nsecond line \x1b[31m")
-        return 4 << 20, 8 << 30
-
-    runtime = types.SimpleNamespace(getDeviceCount=count, memGetInfo=memory,
-                                    getDeviceProperties=lambda i: {"name": names[i]})  # type: ignore[index]  # fmt: skip
-    stream = types.SimpleNamespace(synchronize=lambda: None)
-    module = types.ModuleType("fake_cupy")
-    module.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
-        runtime=runtime, Event=FakeEvent, get_elapsed_time=lambda a, b: b.at - a.at, alloc_pinned_memory=bytearray,
-        get_current_stream=lambda: stream,
-    )  # fmt: skip
-    for name in ("ones", "empty", "zeros"):
-        make = getattr(np, name)
-        setattr(module, name, lambda n, dtype, make=make: make(n, dtype).view(FakeArray))
-    return module
 
 
 def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[int]:
@@ -138,32 +96,35 @@ def test_memory_limit(tmp_path: Path) -> None:
     assert memory_limit(tmp_path, own) == 4000000
 
 
-def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "not installed" in find_gpu("no_such_module_of_cupy")[2]
-    for module, words in (
-        (fake_cupy(RuntimeError("no driver\nat all \x1b[2J")), "no GPU or driver: RuntimeError: no driver at all"),
-        (fake_cupy([]), "CuPy finds no GPU"),
-    ):
-        monkeypatch.setitem(sys.modules, "fake_cupy", module)
-        cupy, names, reason = find_gpu("fake_cupy")
-        assert cupy is None and names == () and words in reason and "\n" not in reason and "\x1b" not in reason
-
-
+@pytest.mark.skipif(not compiler()[0], reason="no C++ compiler")
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, said = SimDevice(memory=5 << 20), []  # type: ignore[var-annotated]
     monkeypatch.setattr(machine, "measure_cpu", lambda *_: (10e9, 20e9))
     monkeypatch.setattr(machine, "busy", lambda _: "")
-    monkeypatch.setattr(machine, "find_gpu", lambda: (fake_cupy([b"Card"]), ("Card",), ""))
-    hardware, problem = measure(replace(MACHINE, gpus=("Card",)))
-    assert problem == "" and hardware.gpu == "Card" and hardware.vram == 8 << 30
-    assert hardware.gpu_bandwidth == pytest.approx(2 * (1 << 20) / 0.5e-3)  # the copy reads and writes 1 MiB
-    assert hardware.pcie == pytest.approx((1 << 20) / 0.5e-3)
-    assert 0 < hardware.t_sync < 1
+    monkeypatch.setattr(machine, "open_device", lambda: device)
+    hardware, problem = measure(replace(MACHINE, gpus=("a name",)), said.append)
+    assert problem == "" and hardware.gpu == device.name and hardware.vram == 5 << 20
+    assert 1e6 < hardware.gpu_bandwidth < 1e12 and 1e6 < hardware.pcie < 1e12
+    assert 0 < hardware.t_sync < 1 and 0 < hardware.gpu_overhead < 1 and hardware.gpu_context == device.context_bytes
+    assert said[-3:] == ["reading VRAM", "copying over PCIe", "waiting for the GPU"]
+    assert device.launches["read_memory"] == 24 and device.launches["echo"] == 1 and device.counts["h2d"] == 12
+
+
+def test_a_kernel_that_never_answers_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_gpu, "_PATIENCE", 0.05)
+    device = SimDevice()
+    with pytest.raises(DeviceError, match="simulated: a kernel did not see the CPU's flag"):
+        measure_gpu._round_trip(device, lambda *_, **__: None, device.stream())
 
 
 def test_a_gpu_that_fails_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quick(monkeypatch, tmp_path)
     with_card = replace(MACHINE, gpus=("Card",))
-    monkeypatch.setattr(machine, "find_gpu", lambda: (fake_cupy([b"Card"], broken=True), ("Card",), ""))
+
+    def broken() -> None:
+        raise RuntimeError("cudaErrorUnknown:\nsecond line \x1b[31m")
+
+    monkeypatch.setattr(machine, "open_device", broken)
     hardware, problem = measure(with_card)
     assert not hardware.has_gpu
     assert "Card could not be measured: RuntimeError: cudaErrorUnknown: second line" in problem

@@ -159,8 +159,13 @@ def test_memory_taken_by_others_is_an_error_or_a_smaller_plan(path: Path, monkey
 
 def test_memory_that_goes_while_loading_is_an_error_and_all_is_given_back(path: Path) -> None:
     gpu = SimDevice()
-    take = gpu.empty
-    gpu.empty = lambda shape, dtype: take((1 << 40,), dtype) if shape[0] > 9 << 20 else take(shape, dtype)  # type: ignore
+    take, taken = gpu.empty, []
+
+    def second_fails(shape: Any, dtype: Any) -> Any:
+        taken.append(shape)
+        return take((1 << 40,), dtype) if len(taken) == 2 else take(shape, dtype)
+
+    gpu.empty = second_fails  # type: ignore[method-assign]
     with pytest.raises(HotcoldError, match="MiB are wanted for the KV cache and activations, .* MiB are missing"):
         opened(path, gpu, [], layers=3)
     assert gpu.used == 0

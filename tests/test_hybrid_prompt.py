@@ -73,8 +73,7 @@ def test_neurons_that_come_in_many_parts(kind: Type, tmp_path: Path, monkeypatch
     with Engine.open(path, threads=2, n_ctx=64) as engine:
         wanted = engine.forward(TOKENS)
     rows = 3 * (128 if kind == Type.F16 else 36)  # of a neuron, bytes
-    for module in ("memory", "staging", "prompt"):
-        monkeypatch.setattr(f"hotcold.runtime.gpu.{module}.STAGE", 64 * rows + 4 * 256)
+    monkeypatch.setattr("hotcold.runtime.gpu.memory.STAGE", 64 * rows + 8 * 256)
     for layers in ((part(32), part(0)), (part(70, True), part(299))):
         device = SimDevice(jitter=1e-3)
         with hybrid(path, layers, device=device, blocks_from=PACK_TOKENS) as engine:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.ffn_config import PredictorConfig
 from hotcold.runtime.gguf_file import GGUFFile, dequantize, open_gguf
+from hotcold.runtime.gpu.device import DeviceUnavailable
 from hotcold.runtime.weights import load_weights
 
 N = 600
@@ -211,11 +213,17 @@ def test_without_outfile_only_the_table(model: Path, profile: Path, capsys: pyte
 
 
 def test_where_nets_are_trained_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = object()
-    monkeypatch.setattr(train, "find_gpu", lambda: (None, (), "CuPy cannot be loaded: ImportError: libfoo"))
+    def none() -> None:
+        raise DeviceUnavailable("CuPy cannot be loaded: ImportError: libfoo")
+
+    monkeypatch.setattr(train, "open_device", none)
     assert train.array_module() is np and "CPU: CuPy cannot be loaded: ImportError" in capsys.readouterr().err
-    monkeypatch.setattr(train, "find_gpu", lambda: (gpu, ("A Card",), ""))
+    gpu = object()
+    device = SimpleNamespace(name="A Card", has_gemm=True, array_module=lambda: gpu)
+    monkeypatch.setattr(train, "open_device", lambda: device)
     assert train.array_module() is gpu and "on A Card" in capsys.readouterr().err
+    device.has_gemm = False
+    assert train.array_module() is np and "CPU: A Card has no cuBLAS: pip install" in capsys.readouterr().err
 
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

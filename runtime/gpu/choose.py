@@ -90,6 +90,8 @@ def open_hybrid(
     """None: everything on the CPU, and `notify` knows why. Raises HotcoldError where that is not wanted."""
     if options.gpu == "off" or options.layers == 0:
         return None
+    if options.plan == "predict" and sparsity == "auto":
+        sparsity = "predict"
     device = options.device or _device(options, notify)
     if device is None:
         return None
@@ -157,7 +159,7 @@ def _on_device(
         engine = HybridEngine(
             file, config, weights, plan, device=device, executor=options.executor, n_threads=n_threads, n_ctx=n_ctx,
             kv_type=kv_type, notify=notify, owns_device=options.device is None, patience=options.patience or PATIENCE,
-            blocks_from=options.blocks_from,
+            blocks_from=options.blocks_from, trace=options.trace,
         )  # fmt: skip
         notify(describe(plan, device, need, budget))
         return engine
@@ -169,8 +171,11 @@ def _mib(n: int) -> str:
 
 
 def _nothing(options: GpuOptions, plan: Plan, budget: int, notify: Callable[[str], None]) -> None:
-    why = next((note for note in plan.notes if note.startswith("GPU: ")),
-               f"GPU: {_mib(budget)} of VRAM do not hold a single layer beside driver and workspaces")  # fmt: skip
+    if options.place is not None:  # it has said why
+        nothing = f"GPU: the best plan for {_mib(budget)} of VRAM has nothing on it"
+    else:
+        nothing = f"GPU: {_mib(budget)} of VRAM do not hold a single layer beside driver and workspaces"
+    why = next((note for note in plan.notes if note.startswith("GPU: ")), nothing)
     if options.gpu == "required":
         raise HotcoldError(f"--gpu required, but {why.removeprefix('GPU: ')}")
     notify(f"{why}; everything runs on the CPU")

@@ -26,6 +26,7 @@ from hotcold.runtime.gpu.source import signatures
 _OUT_OF_MEMORY = 2  # cudaError_t
 _CONTEXT_GUESS = 512 << 20  # bytes, where the driver does not say what a context takes
 _FAILURES = (RuntimeError, MemoryError)  # what CuPy's exceptions derive from
+_NULL = np.uint64(0)  # for None, CuPy's launch gives the driver no value, and the kernel gets an address that is none
 
 _contexts: dict[int, int] = {}  # card -> bytes of this process's context, which stays until the process ends
 
@@ -128,14 +129,16 @@ class CupyDevice:
     def _kernel(self, module: Any, name: str, source: str) -> Kernel:
         signature, raw = signatures(source)[name], module.get_function(name)
         function = raw.kernel
-        assert raw.num_regs > 0  # asking loads it
+        if raw.num_regs < 1:  # asking loads it: later, in a capture, it could not be loaded
+            raise DeviceError(f"kernel {name}: the driver says nothing of it")
 
         def launch(grid: Dim, block: Dim, args: tuple[Any, ...], *, shared_mem: int = 0, stream: Any) -> None:
             if not signature.check(grid, block, args, shared_mem):
                 return
             self._use()
             try:
-                function(tuple(grid), tuple(block), args, shared_mem, stream)
+                values = tuple(_NULL if value is None else value for value in args)
+                function(tuple(grid), tuple(block), values, shared_mem, stream)
             except _FAILURES as e:
                 raise self._failed(f"kernel {name}", e) from e
 
@@ -148,7 +151,7 @@ class CupyDevice:
         self._not_capturing("allocating")
         self._use()
         try:
-            block = _Block(self, n)
+            block = self._block(n)
         except _FAILURES as e:
             if getattr(e, "status", None) == _OUT_OF_MEMORY or isinstance(e, MemoryError):
                 raise DeviceMemoryError(n, self.memory()[0]) from e
@@ -157,6 +160,13 @@ class CupyDevice:
         self.used += n
         self.peak = max(self.peak, self.used)
         return self._array(shape, dtype, block.address, n, block)
+
+    def _block(self, n: int) -> _Block:
+        try:
+            return _Block(self, n)
+        except _FAILURES:  # what array_module() was used for may hold memory that nobody needs
+            self._cupy.get_default_memory_pool().free_all_blocks()
+            return _Block(self, n)
 
     def _array(self, shape: Dim, dtype: npt.DTypeLike, address: int, n: int, owner: object) -> Array:
         cuda = self._cupy.cuda

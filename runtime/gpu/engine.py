@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from hotcold.runtime.gpu.source import load_kernels
 from hotcold.runtime.gpu.staging import Staging
 from hotcold.runtime.gpu.state import GpuState
 from hotcold.runtime.gpu.streams import Queue, StreamExecutor
+from hotcold.runtime.gpu.trace import Tracer
 from hotcold.runtime.gpu.weights import DeviceWeights
 from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.mailbox import Mailbox
@@ -47,10 +49,11 @@ class HybridEngine(Engine):
     def __init__(
         self, file: GGUFFile, config: ModelConfig, weights: Weights, plan: Plan, *, device: Device, executor: str,
         n_threads: int, n_ctx: int, kv_type: str, notify: Callable[[str], None], owns_device: bool = False,
-        patience: float = PATIENCE, blocks_from: int | None = None,
+        patience: float = PATIENCE, blocks_from: int | None = None, trace: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         """plan: with a placement. owns_device: close() closes it too. blocks_from: tokens from which on a prompt is
-        computed in blocks; None: measured, where it costs something. Raises HotcoldError where VRAM is missing."""
+        computed in blocks; None: measured, where it costs something. trace: a file for a timeline. Raises HotcoldError
+        where VRAM is missing."""
         assert plan.placement is not None
         if executor not in EXECUTORS:
             raise HotcoldError(f"executor {executor!r} is unknown, choose from {', '.join(EXECUTORS)}")
@@ -61,8 +64,9 @@ class HybridEngine(Engine):
         self._failure = ""  # why the GPU cannot work any more
         super().__init__(file, config, weights, plan, n_threads=n_threads, n_ctx=n_ctx, kv_type=kv_type, notify=notify,
                          mailbox=self._mailbox)  # fmt: skip
+        self._tracer: Tracer | None = None
         try:
-            self._load(executor)
+            self._load(executor, trace)
             self._blocks_from = blocks_from or self._measure(notify)
         except BaseException:
             team, self._team = self._team, None
@@ -70,7 +74,7 @@ class HybridEngine(Engine):
                 team.close()
             raise
 
-    def _load(self, executor: str) -> None:
+    def _load(self, executor: str, trace: str | os.PathLike[str] | None) -> None:
         device, plan = self.device, self.plan
         kernels = load_kernels(device)
         self._device_weights = DeviceWeights(device, plan)
@@ -84,7 +88,9 @@ class HybridEngine(Engine):
                               self.n_ctx)  # fmt: skip
         lowering = Lowering(plan, self._device_weights, self._state, self._mailbox, kernels, device, self.n_ctx,
                             self._patience)  # fmt: skip
-        self._queue = Queue(device, lowering.steps(), self._stream)
+        if trace is not None:
+            self._tracer = Tracer(trace, plan, device, kernels("stamp"), self._state["stamps"], self.threads)
+        self._queue = Queue(device, lowering.steps(), self._stream, self._tracer.stamp if self._tracer else None)
         self._executor: StreamExecutor | GraphExecutor
         if executor == "stream":
             self._executor = StreamExecutor(device, plan, self._queue, self._mailbox)
@@ -102,6 +108,8 @@ class HybridEngine(Engine):
             seconds = time.perf_counter() - began
         self.reset_stats()
         self._calls = [0, 0]
+        if self._tracer:
+            self._tracer.restart()
         limit = max(PACK_TOKENS, math.ceil(self._prompt.streamed / self._rate / seconds))
         sent = self._prompt.streamed / 2**20
         notify(f"GPU: prompts of {limit} tokens and more in blocks, for which {sent:.0f} MiB of neurons are sent there")
@@ -124,21 +132,28 @@ class HybridEngine(Engine):
         ids = np.array([token], np.int64)
         none = np.empty((0, self.config.n_vocab), np.float32)
         self._check_alive()
+        tracer = self._tracer
+        began = time.perf_counter_ns()
         self.run_ops(False, 0, self._n_prefix, ids, pos, none)
         with self._on_gpu():
+            on_gpu = time.perf_counter_ns()
+            offset = tracer.begin(self._stream) if tracer else 0
             seq = self._mailbox.next_base()
             self._state.x[0] = self._buffers.values["x"][0]
             self._state.begin(pos, seq, 1)
 
             def run_cold(first: int, end: int) -> None:
                 first, end = self._n_prefix + first, self._n_prefix + end
-                self.run_ops(False, first, end, ids, pos, none, seq=seq, patience=self._patience)
+                self.run_ops(False, first, end, ids, pos, none, seq=seq, patience=self._patience,
+                             stamps=tracer.workers if tracer else None)  # fmt: skip
 
             self._executor.token(seq, run_cold, head=row is not None)
             if row is not None:
                 self._state.fetch_logits(self._stream)
             self.device.sync(self._stream)
             self._check_waits()
+            if tracer:
+                tracer.token(pos, began, on_gpu, offset, head=row is not None)
         self._calls[0] += 1
         if row is not None:
             row[:] = self._state.logits[0]
@@ -147,12 +162,15 @@ class HybridEngine(Engine):
         """Many tokens at once. rows as in _run."""
         n, none = len(block), np.empty((0, self.config.n_vocab), np.float32)
         self._check_alive()
+        began = time.perf_counter_ns()
         self.run_ops(True, 0, len(self._programs[1]), block, self.n_past, none)
         with self._on_gpu():
             self._state.x[:n] = self._buffers.values["x"][:n]
             self._prompt.run(n, self.n_past, rows)
             self._staging.settle()
             self.device.sync(self._stream)
+        if self._tracer:
+            self._tracer.block(n, self.n_past, began)
         self._calls[1] += 1
 
     def _check_alive(self) -> None:
@@ -231,3 +249,6 @@ class HybridEngine(Engine):
                 self.__dict__.pop(name, None)
             if self._owns_device:
                 self.device.close()
+        tracer, self._tracer = self._tracer, None
+        if tracer:
+            tracer.close()

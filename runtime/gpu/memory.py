@@ -26,7 +26,7 @@ from hotcold.runtime.weights import Matrix
 
 ALIGNMENT = 256  # of every array: what one memory access of a warp takes
 PAGE = 2 << 20  # what the driver allocates by
-STAGE = 8 << 20  # of each of the two buffers that rows of a file come through
+STAGE = 8 << 20  # at most, of each of the two buffers that rows of a file come through
 CTL_WORDS = 16  # of the control block, see cuda/common.cuh
 KINDS = ("attention", "keys", "values", "predictors", "output", "kv", "rope", "activations", "prompt", "staging")
 
@@ -231,14 +231,23 @@ def state_blocks(plan: Plan, n_ctx: int, n_batch: int) -> Iterator[Block]:
     yield from quantized("gpu.act", max(q, n_ff))
     for name, n in (("gpu.ids", n_ff), ("gpu.count", 1), ("gpu.cpu_count", 1), ("gpu.zero", 1), ("ctl", CTL_WORDS)):
         yield _block(name, "activations", np.int32, n)
+    yield _block("stamps", "activations", np.int64, 2, len(plan.gpu(many=False)))  # when operators began and ended
     yield _block("counters", "activations", np.int64, c.n_layer, 3)
     # As many pieces as on the widest card, so that a plan's size does not depend on which one it is.
     splits = min(launch.MAX_SPLITS, _up(n_ctx, 32) // 32)
     yield _block("gpu.part", "activations", np.float32, launch.MAX_SLICES, c.n_embd)
     yield _block("gpu.attend", "activations", np.float32, c.n_head, splits, c.head_dim + 2)
-    yield _block("stage", "staging", np.uint8, 2, STAGE)
+    yield _block("stage", "staging", np.uint8, 2, stage_bytes(plan))
     if n_batch:
         yield from prompt_blocks(plan, n_batch)
+
+
+def stage_bytes(plan: Plan) -> int:
+    """Of one of the two buffers: no more than the largest thing that comes through it."""
+    gpu = [*plan.gpu(many=False), *plan.gpu(many=True)]
+    layers = [sum(m.n_bytes for m in op.weights if m is not None) for op in gpu if op.kind == "ffn"]
+    matrices = [m.n_bytes for op in gpu for m in op.weights if m is not None]
+    return min(STAGE, _up(max(layers + matrices), ALIGNMENT) + 8 * ALIGNMENT)
 
 
 # ------------------------------------------------------------------ prompts
@@ -263,22 +272,24 @@ def prompt_blocks(plan: Plan, n: int) -> Iterator[Block]:
         yield _block(f"block.{name}.d", "prompt", np.float32, n * padded // formats.BLOCK)
     yield _block("block.halves", "prompt", np.float16, n * _up(max(c.n_embd, q, n_ff), 8))
     yield _block("block.scales", "prompt", np.float32, n)
-    yield _block("block.weights", "prompt", np.float16, HALVES)
-    yield _block("block.sums", "prompt", np.float32, n * max(HALF_ROWS, c.n_embd))
+    used = [m for op in plan.gpu(many=True) for m in op.weights if m is not None]
+    most = max(_up(m.rows, 8) * _up(m.cols, 8) for m in used)
+    yield _block("block.weights", "prompt", np.float16, min(HALVES, most))
+    yield _block("block.sums", "prompt", np.float32, n * max(min(HALF_ROWS, max(m.rows for m in used)), c.n_embd))
     yield _block("block.logits", "prompt", np.float32, LOGIT_ROWS, c.n_vocab)
     rows = [Rows(m, m.rows) for op in plan.gpu(many=True) if op.kind == "ffn" for m in op.weights
             if m is not None and placement.layers[op.layer].hot < c.n_ff[op.layer]]  # fmt: skip
-    for suffix, size in _unpacked(rows).items():
+    for suffix, size in _unpacked(rows, stage_bytes(plan)).items():
         yield _block(f"cold{suffix}", "prompt", np.uint8, size)
 
 
-def _unpacked(cold: list[Rows]) -> dict[str, int]:
+def _unpacked(cold: list[Rows], stage: int) -> dict[str, int]:
     """Bytes of the weights, and of the scales, of as many rows of any of these matrices as the staging holds."""
     sizes: dict[str, int] = {}
     for rows in cold:
         for number, (_, dtype, shape) in enumerate(parts(rows)):
             row = np.dtype(dtype).itemsize * shape[1]
-            most = STAGE // rows.matrix.stride * row
+            most = stage // rows.matrix.stride * row
             for side in ("key", "value"):
                 name = f".{side}.{'qd'[number]}"
                 sizes[name] = max(sizes.get(name, 0), most)

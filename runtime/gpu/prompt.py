@@ -15,7 +15,7 @@ import numpy as np
 
 from hotcold.runtime.gpu import launch_block as lb
 from hotcold.runtime.gpu.device import Array, Device, Kernel, Stream
-from hotcold.runtime.gpu.memory import ALIGNMENT, HALF_ROWS, HALVES, LOGIT_ROWS, STAGE
+from hotcold.runtime.gpu.memory import HALF_ROWS, LOGIT_ROWS
 from hotcold.runtime.gpu.placement import TYPES
 from hotcold.runtime.gpu.staging import Staging
 from hotcold.runtime.gpu.state import GpuState
@@ -94,7 +94,7 @@ class Prompt:
         if self._halved != source:
             self._put(lb.to_half(lb.Columns(x.array, w.cols, x.ld), n, halves, scales))
             self._halved = source
-        step = min(HALF_ROWS, HALVES // k)
+        step = max(1, min(HALF_ROWS, self._array("weights").shape[0] // k))
         for first in range(0, rows, step):
             m = min(step, rows - first)
             part = w.from_row(first * stride)
@@ -114,7 +114,7 @@ class Prompt:
             self._put(lb.down(w, v, n, x, stride=stride, bias=bias, scale=scale, add=True))
             return
         halves, scales, sums, out = (self._array(name) for name in ("halves", "scales", "sums", "weights"))
-        step = max(8, HALVES // w.cols // 8 * 8)
+        step = max(8, out.shape[0] // w.cols // 8 * 8)
         self._halved = ""
         for first in range(0, v.n, step):
             m = min(step, v.n - first)
@@ -182,7 +182,7 @@ class Prompt:
             self._neurons(op, n, 0, values, self._weights.matrix(key), self._weights.matrix(value))
             first = values
         size = per_value * value.stride + (0 if keys == n_ff else key.stride)
-        step = (STAGE - 4 * ALIGNMENT) // size // GROUP * GROUP
+        step = self._staging.rows_at_once(size, GROUP)
         for start in range(first, n_ff, step):
             end = min(start + step, n_ff)
             sent = [] if keys == n_ff else [(key, start, end)]

@@ -14,16 +14,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from hotcold.runtime.gpu.device import Array, Device, Stream
-from hotcold.runtime.gpu.memory import ALIGNMENT, STAGE
+from hotcold.runtime.gpu.memory import ALIGNMENT
 
 
 class Staging:
     """Mutable: which buffer is next. One user at a time."""
 
     def __init__(self, device: Device, memory: Array, main: Stream) -> None:
-        """memory: uint8 [2, STAGE] of the GPU. main: the stream that works with what has come."""
+        """memory: uint8 [2, bytes] of the GPU. main: the stream that works with what has come."""
         self._device, self._memory, self._main = device, memory, main
-        self._host, _ = device.pinned((2, STAGE), np.uint8)
+        self.size = memory.shape[1]  # of a buffer
+        self._host, _ = device.pinned((2, self.size), np.uint8)
         self._carrier = device.stream()
         self._sent = [device.event() for _ in range(2)]  # the pinned buffer may be filled again
         self._used = [device.event() for _ in range(2)]  # so may the GPU's
@@ -31,7 +32,7 @@ class Staging:
         self.bytes_sent = 0
 
     def send(self, parts: Sequence[np.ndarray]) -> list[Array]:
-        """Queue the way of raw rows, uint8 each, together at most STAGE bytes; what is queued in the main stream from
+        """Queue the way of raw rows, uint8 each, together at most `size` bytes; what is queued in the main stream from
         now on finds them in the arrays returned, until free() is called and two more have been sent."""
         device, b = self._device, self._turn
         device.sync_event(self._sent[b])
@@ -59,7 +60,6 @@ class Staging:
         """Wait until nothing is on its way."""
         self._device.sync(self._carrier)
 
-
-def rows_at_once(row_bytes: int, unit: int = 1) -> int:
-    """How many rows of so many bytes fit, a multiple of unit."""
-    return max(unit, (STAGE - 8 * ALIGNMENT) // row_bytes // unit * unit)
+    def rows_at_once(self, row_bytes: int, unit: int = 1) -> int:
+        """How many rows of so many bytes fit, a multiple of unit."""
+        return max(unit, (self.size - 8 * ALIGNMENT) // row_bytes // unit * unit)

@@ -20,11 +20,15 @@ from hotcold.runtime.plan import Plan, prerequisites
 
 RunCold = Callable[[int, int], None]  # cold operators first..end-1 of the token program, by their number among these
 
+Stamp = Callable[[int, int, Stream], None]  # 0 or 1, number of the step, stream
+
 
 class Queue:
     """Puts steps on the streams, in order."""
 
-    def __init__(self, device: Device, steps: Sequence[Step], main: Stream) -> None:
+    def __init__(self, device: Device, steps: Sequence[Step], main: Stream, stamp: Stamp | None = None) -> None:
+        """stamp: queues that the time is noted at which a step begins (0) or has ended (1); for a trace."""
+        self._stamp = stamp
         self._device, self._steps, self.main = device, steps, main
         ops = tuple(step.op for step in steps)
         needs = prerequisites(ops)
@@ -40,8 +44,12 @@ class Queue:
             stream = self.side if step.op.early else self.main
             for i in self._across[n]:
                 device.wait(stream, self._events[i])
+            if self._stamp is not None:
+                self._stamp(0, n, stream)
             for call in step.calls:
                 call.put(stream)
+            if self._stamp is not None:
+                self._stamp(1, n, stream)
             if n in self._events:
                 device.record(self._events[n], stream)
 

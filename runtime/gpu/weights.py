@@ -20,7 +20,7 @@ from hotcold.runtime.gpu import launch_block
 from hotcold.runtime.gpu.device import Array, Device, DeviceMemoryError, Kernel, Stream
 from hotcold.runtime.gpu.memory import Arena, Layout, uploads, weight_blocks
 from hotcold.runtime.gpu.placement import TYPES
-from hotcold.runtime.gpu.staging import Staging, rows_at_once
+from hotcold.runtime.gpu.staging import Staging
 from hotcold.runtime.plan import Plan
 from hotcold.runtime.weights import Matrix
 
@@ -57,7 +57,7 @@ class DeviceWeights:
                 values = matrix.data.reshape(-1) if rows.is_vector else matrix.data
                 self._device.upload(np.ascontiguousarray(values[: rows.rows]), self.arena[matrix.name])
                 continue
-            to, raw, step = self.matrix(matrix), raw_rows(matrix), rows_at_once(matrix.stride)
+            to, raw, step = self.matrix(matrix), raw_rows(matrix), staging.rows_at_once(matrix.stride)
             for first in range(0, rows.rows, step):
                 end = min(first + step, rows.rows)
                 (sent,) = staging.send([raw[first:end]])

@@ -75,7 +75,8 @@ __device__ __forceinline__ void attend_positions(const Work& work, Running* head
 #pragma unroll
   for (int h = 0; h < ATTEND_HEADS; h++)
 #pragma unroll
-    for (int j = 0; j < 8; j++) query[h][j] = h < heads && inside ? work.q[h * head_dim + column + j] * work.scale : 0.f;
+    for (int j = 0; j < 8; j++)
+      query[h][j] = h < heads && inside ? work.q[h * head_dim + column + j] * work.scale : 0.f;
 
   for (int base = work.lo; base < hi; base += SLOTS * ATTEND_BATCH) {  // the same number of rounds for all lanes
     uint4 keys[ATTEND_BATCH], values[ATTEND_BATCH];

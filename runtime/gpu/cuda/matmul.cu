@@ -5,9 +5,9 @@
 // order in both, so its bits depend neither on the tile nor on the other tokens. Neighbours in a grid take other tokens
 // of the same rows, whose weights then come from the second-level cache. No sum has more than one writer.
 //
-// Registers, by architecture 80 to 160 (few: 56 to 72), are what limits how many CUDA blocks a multiprocessor holds: 3 to
-// 6, of 12 to 24 warps (few: 7 or 8). The second number of __launch_bounds__ only keeps a compiler from spilling in order
-// to fit one more. Shared memory: 16 KiB for F32, 18 KiB for act blocks (few: 10 and 11 KiB).
+// Registers, by architecture 80 to 160 (few: 56 to 72), are what limits how many CUDA blocks a multiprocessor holds: 3
+// to 6, of 12 to 24 warps (few: 7 or 8). The second number of __launch_bounds__ only keeps a compiler from spilling in
+// order to fit one more. Shared memory: 16 KiB for F32, 18 KiB for act blocks (few: 10 and 11 KiB).
 #include "tiles.cuh"
 
 // y[t][y_first + r] = (add: itself +) scale * (row r * stride of the matrix . x[t] + bias[r]), t < n_tok, r < rows.
