@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from hotcold.runtime.api import Model
     from hotcold.runtime.chat import ChatTemplate
     from hotcold.runtime.errors import GGUFError, HotcoldError
+    from hotcold.runtime.gpu.choose import GpuOptions
     from hotcold.runtime.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "GGUFError", "HotcoldError", "Model", "Tokenizer"]
+__all__ = ["ChatTemplate", "GGUFError", "GpuOptions", "HotcoldError", "Model", "Tokenizer"]
 
 _HOMES = {
     "Model": "hotcold.runtime.api",
     "ChatTemplate": "hotcold.runtime.chat",
     "GGUFError": "hotcold.runtime.errors",
+    "GpuOptions": "hotcold.runtime.gpu.choose",
     "HotcoldError": "hotcold.runtime.errors",
     "Tokenizer": "hotcold.runtime.tokenizer",
 }

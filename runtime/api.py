@@ -76,8 +76,8 @@ class Model:
         trained on. kv_type: "f16", "q8_0" or "f32". mmap: False reads the file into memory instead of mapping it.
         mlock: keep it in RAM, where the system allows that. notify: gets one line for each thing worth knowing
         (default: the logger "hotcold", level INFO). gpu: "off", "auto" (used if there is one, and `notify` is told if
-        not), "required" (or an error), None (auto, and silent where there is none), or hotcold.runtime.gpu.GpuOptions:
-        how much VRAM, which plan. Without its `place`, whole layers are on the GPU.
+        not), "required" (or an error), None (auto, and silent where there is none), or GpuOptions: how much
+        VRAM, which plan. Without its `place`, whole layers are on the GPU.
 
         Raises HotcoldError if the file is not a model this program computes, or an option is out of range.
         """
