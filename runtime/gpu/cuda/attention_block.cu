@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_halves(const __half* from, float* to) {
 
 // DIM: head_dim at most; R: rows per warp; P: positions per lane.
 template <int DIM, int R, int P>
-struct Tile {
+struct alignas(16) Tile {
   static constexpr int ROWS = 4 * R, POSITIONS = 32 * P, WIDTH = DIM + 4;  // 4 halves more: lanes meet other banks
   static constexpr int RUN = DIM >= 128 ? 4 : 2, RUNS = DIM / 32 / RUN;      // dimensions of a lane: RUNS of RUN
   float q[ROWS][DIM];

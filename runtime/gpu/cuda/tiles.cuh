@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_tile(const Output& o, int t0, int r0, cons
 // ---- F32 activations ------------------------------------------------------------------------------------------------
 
 template <int TOKENS>
-struct FloatTile {
+struct alignas(16) FloatTile {
   float x[FLOAT_DEPTH][TOKENS];
   float w[FLOAT_DEPTH][TILE_ROWS];
 };
@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_columns(const T* q, const __half* d, co
 // ---- act blocks -----------------------------------------------------------------------------------------------------
 
 template <int TOKENS>
-struct IntTile {
+struct alignas(16) IntTile {
   int x[INT_WORDS][TOKENS];
   int w[INT_WORDS][TILE_ROWS];
   float x_scale[INT_BLOCKS][TOKENS];
