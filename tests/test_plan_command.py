@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 from small_models import Spec, all_of, write_model
-from test_plan_vram import CARD, SPECS, counted
+from test_plan_vram import CARD, SPECS, counted, small_buffers  # noqa: F401 (a fixture)
 
 from hotcold.placement.hardware import to_json
 from hotcold.placement.memory import model_bytes

@@ -29,6 +29,7 @@ from hotcold.runtime import schema
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf
+from hotcold.runtime.gpu import memory as gpu_memory
 from hotcold.runtime.gpu.placement import KINDS
 
 TOKENS = 1000
@@ -40,6 +41,15 @@ SPECS = {
     "tied, biases": Spec(patterns=("free",) * 3, n_ff=257, biases=True, **HALF),
     "not gated": Spec(arch="opt", gated=False, biases=True, n_head_kv=4, n_ff=256, **HALF | {"value": Type.Q8_0}),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_buffers() -> Iterator[None]:
+    """Buffers of megabytes for prompts would be most of what these small models take."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("STAGE", "HALVES"):
+            patch.setattr(gpu_memory, name, 1 << 12)
+        yield
 
 
 def counted(path: Path, spec: Spec, **metadata: Any) -> Path:
@@ -90,7 +100,7 @@ def error(model: tuple[GGUFFile, ModelConfig], budget: int, **changes: Any) -> s
 
 def least(model: tuple[GGUFFile, ModelConfig], n_ctx: int = 64) -> int:
     sizes = model_bytes(*model, n_ctx)
-    return CARD.gpu_context + sizes.workspace + sizes.head + sizes.layers[-1].fixed
+    return CARD.gpu_context + sizes.workspace + sizes.cold + sizes.head + sizes.layers[-1].fixed
 
 
 # ---- bytes
@@ -121,6 +131,7 @@ def test_what_is_not_on_the_gpu_is_in_ram(model: tuple[GGUFFile, ModelConfig]) -
         on, all_keys = (True,) * n, (keys,) * n
         gone = nothing - sizes.in_ram(on, hot, all_keys)
         extra = sizes.workspace + (sizes.head if sizes.tied else 0)  # RAM keeps the table a tied head is made of
+        extra += sizes.cold if part < 1 else 0
         assert sizes.on_gpu(on, hot, all_keys) - extra == gone
     everything = sizes.on_gpu((True,) * n, config.n_ff, (True,) * n)
     assert everything == sizes.workspace + sizes.head + sum(s.fixed + s.ffn for s in sizes.layers)
@@ -135,6 +146,7 @@ def test_never_above_the_budget_and_better_with_more(model: tuple[GGUFFile, Mode
     low, speed = least(model), 0.0
     all_of_it = CARD.gpu_context + model_bytes(*model, 64).on_gpu((True,) * config.n_layer, config.n_ff,
                                                                   (True,) * config.n_layer)  # fmt: skip
+    all_of_it += model_bytes(*model, 64).cold  # which is set aside wherever neurons may be divided
     for budget in np.linspace(low, all_of_it + 5000, 9).astype(int).tolist():
         p = place(model, budget, objective=objective)
         assert p.used <= budget and p.used == CARD.gpu_context + model_bytes(*model, 64).on_gpu(
