@@ -93,6 +93,11 @@ class Mailbox:
         """The GPU shall wait for no answer from now on: the workers have stopped."""
         self.host.abort[0] = 1
 
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether stop_waiting() was called, since forgive() or reset()."""
+        return bool(self.host.abort[0])
+
     def forgive(self) -> None:
         """Forget given_up and stop_waiting(), before another token. Nothing may be under way on either side."""
         self.host.status[0] = self.host.abort[0] = 0

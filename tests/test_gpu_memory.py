@@ -187,6 +187,21 @@ def test_without_a_gpu_the_reason_is_told_and_required_is_an_error(path: Path, m
         Engine.open(path, threads=1, gpu=GpuOptions(gpu="required"))
 
 
+@pytest.mark.parametrize(("options", "said"), [
+    ({"gpu": "required", "layers": 0}, "--gpu required, but --gpu-layers 0 leaves it nothing to do"),
+    ({"layers": -1}, "--gpu-layers -1: must be 0 or more"), ({"vram_budget": 0}, "--vram-budget 0: must be 1 byte"),
+    ({"vram_budget": -5}, "--vram-budget -5: "), ({"patience": 0.0}, "patience of 0.0 s"),
+    ({"patience": float("nan")}, "patience of nan s"), ({"patience": float("inf")}, "patience of inf s"),
+])  # fmt: skip
+def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(HotcoldError, match=said):
+        GpuOptions(**options)
+
+
+def test_a_placement_that_finds_no_gpu_is_told(path: Path) -> None:
+    assert GpuOptions(placement=last_layers(config_of(path), 1, budget=1 << 30, n_ctx=64)).asked
+
+
 def test_what_the_gpu_cannot_compute_is_told(tmp_path: Path) -> None:
     path = write_model(tmp_path / "f32.gguf", Spec())
     gpu, notes = SimDevice(), []  # type: ignore[var-annotated]

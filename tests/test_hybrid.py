@@ -352,8 +352,9 @@ def test_close_ends_a_token_of_another_thread(tmp_path: Path) -> None:
         thread.join(20)
         assert not thread.is_alive() and len(errors) == 1 and "closed" in errors[0]
         engine.close()
-        with pytest.raises(HotcoldError, match="the model is closed"):
-            engine.forward([1])
+        for call in (lambda: engine.forward([1]), engine.layer_stats):
+            with pytest.raises(HotcoldError, match="the model is closed"):
+                call()
     device.close()
 
 

@@ -8,6 +8,7 @@ Without one, as many whole layers as fit are on the GPU.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -73,6 +74,12 @@ class GpuOptions:
             raise HotcoldError(f"GPU plan {self.plan!r} is unknown, choose from {', '.join(PLANS)}")
         if self.layers is not None and self.layers < 0:
             raise HotcoldError(f"--gpu-layers {self.layers}: must be 0 or more")
+        if self.layers == 0 and self.gpu == "required":
+            raise HotcoldError("--gpu required, but --gpu-layers 0 leaves it nothing to do")
+        if self.vram_budget is not None and self.vram_budget < 1:
+            raise HotcoldError(f"--vram-budget {self.vram_budget}: must be 1 byte or more")
+        if self.patience is not None and not 0 < self.patience < math.inf:
+            raise HotcoldError(f"patience of {self.patience} s: must be above 0")
         if self.layers is not None and self.plan not in ("auto", "layers"):
             raise HotcoldError(f"--gpu-layers is for --gpu-plan layers, not {self.plan}")
 
@@ -80,7 +87,7 @@ class GpuOptions:
     def asked(self) -> bool:
         """Whether a user would miss the GPU."""
         return (self.gpu is not None or self.vram_budget is not None or self.plan != "auto" or self.layers is not None
-                or self.trace is not None)  # fmt: skip
+                or self.trace is not None or self.placement is not None)  # fmt: skip
 
 
 def open_hybrid(

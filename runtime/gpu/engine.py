@@ -154,9 +154,9 @@ class HybridEngine(Engine):
             self._check_waits()
             if tracer:
                 tracer.token(pos, began, on_gpu, offset, head=row is not None)
+            if row is not None:
+                row[:] = self._state.logits[0]
         self._calls[0] += 1
-        if row is not None:
-            row[:] = self._state.logits[0]
 
     def _block(self, block: np.ndarray, rows: np.ndarray) -> None:
         """Many tokens at once. rows as in _run."""
@@ -193,6 +193,8 @@ class HybridEngine(Engine):
 
     def _check_waits(self) -> None:
         layer = self._mailbox.given_up
+        if layer is not None and self._mailbox.told_to_stop:  # by close(): whoever ends a token otherwise raises
+            raise HotcoldError("the model was closed while it was computing")
         if layer is not None:
             raise HotcoldError(
                 f"layer {layer}: the GPU waited {self._patience:g} s for the CPU's neurons and they did not come: the "
@@ -204,22 +206,24 @@ class HybridEngine(Engine):
         while True:
             try:
                 self._mailbox.stop_waiting()
-                for stream in (self._stream, self._queue.side):
-                    self.device.sync(stream)
-                self._staging.settle()
-                break
+                try:
+                    for stream in (self._stream, self._queue.side):
+                        self.device.sync(stream)
+                    self._staging.settle()
+                except DeviceError as error:
+                    self._failure = self._failure or str(error)
+                self._mailbox.reset()
+                return
             except KeyboardInterrupt:
                 continue
-            except DeviceError as error:
-                self._failure = self._failure or str(error)
-                break
-        self._mailbox.reset()
 
     # ---- what was computed
 
     def layer_stats(self) -> LayerStats:
         """What the tokens since reset_stats() computed, and where."""
         with self._busy:
+            if self._team is None:
+                raise HotcoldError("the model is closed")
             listed = self._state.counters()
         skipped, worked = self._mailbox.visits()
         return shared_stats(self.config, self.weights, self.plan, listed, self._counts.sum(axis=1), worked,
