@@ -9,6 +9,7 @@ from a stranger: sizes are compared with what they must be before anything is re
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,8 @@ def load_activations(path: Path, file: GGUFFile, config: ModelConfig) -> Activat
 
     shown = safe_text(str(path))
     try:
+        if path.exists() and not path.is_file():  # a device has no end
+            raise HotcoldError(f"{shown}: not a regular file")
         with zipfile.ZipFile(path) as archive:
             members = {info.filename: info for info in archive.infolist()}
 
@@ -158,6 +161,8 @@ def load_activations(path: Path, file: GGUFFile, config: ModelConfig) -> Activat
                 if info is None or info.file_size > most + _HEADER:
                     raise HotcoldError(f"{shown}: {name}: found {'nothing' if info is None else info.file_size} bytes, "
                                        f"allowed: up to {most}")  # fmt: skip
+                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
+                    raise HotcoldError(f"{shown}: {name}: encrypted, or compressed otherwise than --save-trace does")
                 with archive.open(info) as member:
                     values: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
                 if values.dtype != dtype or shape is not None and values.shape != shape:
@@ -180,7 +185,7 @@ def load_activations(path: Path, file: GGUFFile, config: ModelConfig) -> Activat
                 packed = array(f"fired{layer}", np.uint8, (n_tokens, width), n_tokens * width)
                 bits = np.unpackbits(packed, axis=1, count=n_ff[layer])
                 fired.append(np.packbits(bits[:, positions], axis=1))
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, NotImplementedError) as e:
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, MemoryError) as e:
         reason = getattr(e, "strerror", None) or safe_text(str(e), 120)
         raise HotcoldError(f"{shown}: cannot be read as recorded activations: {reason}") from None
     return Activations(tuple(fired), config.n_ff, safe_text(source, _MAX_TEXT), measured)

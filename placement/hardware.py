@@ -201,8 +201,8 @@ def _from_fields(data: dict[str, Any], where: str) -> Hardware:
         raise HotcoldError(f"{where}: {e}") from None
 
 
-def load_hardware(text: str) -> Hardware:
-    """--hardware FILE|PRESET."""
+def load_hardware(text: str, option: str = "--hardware") -> Hardware:
+    """FILE|PRESET, as --hardware and --simulate take it."""
     preset = find_preset(text)
     if preset is not None:
         return preset
@@ -210,14 +210,14 @@ def load_hardware(text: str) -> Hardware:
     path = Path(text)
     try:
         if not path.exists():
-            raise HotcoldError(f"--hardware {shown}: neither a file nor a preset, presets are {', '.join(PRESETS)}")
+            raise HotcoldError(f"{option} {shown}: neither a file nor a preset, presets are {', '.join(PRESETS)}")
         if not path.is_file():
-            raise HotcoldError(f"--hardware {shown}: not a regular file")
+            raise HotcoldError(f"{option} {shown}: not a regular file")
         with path.open("rb") as file:
             raw = file.read(_MAX_FILE + 1)
     except (OSError, ValueError) as e:
-        raise HotcoldError(f"--hardware {shown}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
-    return from_json(raw, f"--hardware {shown}")
+        raise HotcoldError(f"{option} {shown}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    return from_json(raw, f"{option} {shown}")
 
 
 def save_hardware(path: Path, hardware: Hardware) -> None:

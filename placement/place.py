@@ -196,10 +196,16 @@ def layer_table(counts: Counts, placements: Sequence[Placement] = ()) -> Table:
     return table
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Called while one is handled. Rich would end the program with status 1: main() knows better."""
+        raise BrokenPipeError
+
+
 def show(tables: Sequence[RenderableType]) -> None:
     """Tables on stdout in whole lines, whatever the width of the terminal: it wraps them, but no digit is lost."""
     for table in tables:
-        console = Console(file=sys.stdout, highlight=False, width=1 << 12)
+        console = _Console(file=sys.stdout, highlight=False, width=1 << 12)
         console.width = console.measure(table).maximum
         console.print(table)
         console.print()

@@ -71,6 +71,8 @@ def check_simulation_arguments(args: argparse.Namespace) -> None:
                 args.parser.error(f"--{name.replace('_', '-')} is not for --simulate, which compares all plans")
         if args.gpu_plan != AUTO or args.sparsity != AUTO:
             args.parser.error("--gpu-plan and --sparsity are not for --simulate, which compares all plans")
+        if args.trace is not None and args.save_trace is not None:
+            args.parser.error("--save-trace keeps what is recorded now: not with --trace")
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def default_budgets(model: PlanModel, hardware: Hardware) -> list[int]:
 def run_simulation(args: argparse.Namespace, file: GGUFFile, config: ModelConfig) -> int:
     """Simulate as the arguments say; returns the exit status."""
     n_ctx = args.n_ctx or min(config.n_ctx_train, DEFAULT_N_CTX)
-    cards = [load_hardware(card) for card in args.simulate]
+    cards = [load_hardware(card, "--simulate") for card in args.simulate]
     for card, hardware in zip(args.simulate, cards, strict=True):
         if not hardware.has_gpu:
             raise HotcoldError(f"--simulate {safe_text(card, 80)}: has no GPU; presets with one are "
@@ -143,6 +145,10 @@ def run_simulation(args: argparse.Namespace, file: GGUFFile, config: ModelConfig
     results = []
     for hardware in cards:
         wanted = [hardware.vram if b == AUTO else b for b in args.vram_budget or ()]
+        for budget in wanted:
+            if budget > hardware.vram:
+                note(f"--vram-budget {format_bytes(budget)}: left out, more than the {format_bytes(hardware.vram)} of "
+                     f"{safe_text(hardware.name, 80)}")  # fmt: skip
         results.append((hardware, simulate(model, hardware, wanted or default_budgets(model, hardware), activations)))
     if args.json:
         emit(sys.stdout, json.dumps(_as_json(args, n_ctx, activations, results), indent=2) + "\n")
@@ -207,6 +213,8 @@ def _activations(args: argparse.Namespace, file: GGUFFile, config: ModelConfig, 
     if args.save_trace is not None and args.save_trace.exists():
         raise HotcoldError(f"{safe_text(str(args.save_trace))}: exists already: choose another name, or replay it with "
                            "--trace")  # fmt: skip
+    if args.save_trace is not None and not args.save_trace.parent.is_dir():
+        raise HotcoldError(f"{safe_text(str(args.save_trace.parent))}: no such folder")  # not only after the recording
     too_big = file.size > psutil.virtual_memory().available
     if not model.fires or args.profile is not None or too_big and args.trace_text is None:
         found = _drawn(args, file, config, model, tokens, too_big)

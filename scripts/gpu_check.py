@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -92,6 +93,10 @@ def parse_args() -> argparse.Namespace:
     unknown = set(args.parts) - {part.name for part in PARTS}
     if unknown:
         parser.error(f"--parts {','.join(sorted(unknown))}: there are {','.join(part.name for part in PARTS)}")
+    try:
+        re.compile(args.only)
+    except re.error as error:
+        parser.error(f"--only {args.only}: not a regular expression: {error}")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes}: must be above 0")
     if args.keep and args.device == "sim":

@@ -75,6 +75,7 @@ def test_options_that_do_not_go_together_are_told(tmp_path: Path) -> None:
         (["--stock", "x"], "--stock goes with --model"),
         (["--llama-bin", tmp_path], "no llama-bench in it"),
         (["--parts", "speed,sound"], "--parts sound: there are environment,"),
+        (["--only", "("], "--only (: not a regular expression"),
         (["--minutes", "nan"], "must be above 0"),
         (["--vram-budgets", "2GiB,many"], "many"),
     ):

@@ -189,6 +189,8 @@ def test_without_a_gpu_the_reason_is_told_and_required_is_an_error(path: Path, m
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"gpu": "required", "layers": 0}, "--gpu required, but --gpu-layers 0 leaves it nothing to do"),
+    ({"gpu": "off", "trace": "t.json"}, "--trace is of a run on the GPU"),
+    ({"layers": 0, "trace": "t.json"}, "--trace is of a run on the GPU"),
     ({"layers": -1}, "--gpu-layers -1: must be 0 or more"), ({"vram_budget": 0}, "--vram-budget 0: must be 1 byte"),
     ({"vram_budget": -5}, "--vram-budget -5: "), ({"patience": 0.0}, "patience of 0.0 s"),
     ({"patience": float("nan")}, "patience of nan s"), ({"patience": float("inf")}, "patience of inf s"),

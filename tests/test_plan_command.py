@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from test_plan_vram import CARD, SPECS, counted, small_buffers  # noqa: F401 (a 
 
 from hotcold.placement.hardware import to_json
 from hotcold.placement.memory import model_bytes
+from hotcold.placement.place import show
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.gpu.device import DeviceUnavailable
@@ -156,3 +159,13 @@ def test_wrong_options(plan: Run, options: tuple[str, ...], status: int, words: 
 def test_no_model(run: Run, tmp_path: Path) -> None:
     code, _, err = run("plan", tmp_path / "none.gguf", "--hardware", "rtx-4090")
     assert code == 1 and "none.gguf" in err and err.count("\n") == 1
+
+
+def test_a_reader_that_went_away_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with pytest.raises(BrokenPipeError):  # main() makes 141 of it
+        show(["a table"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,21 @@ def test_bad_files_are_one_line(saved: tuple[Path, Path, Activations], tmp_path:
         load_activations(bad, file, ModelConfig.from_gguf(file))
     with open_gguf(path) as file, pytest.raises(HotcoldError, match="cannot be read"):
         load_activations(tmp_path / "none.npz", file, ModelConfig.from_gguf(file))
+    with open_gguf(path) as file, pytest.raises(HotcoldError, match="not a regular file"):
+        load_activations(Path("/dev/zero"), file, ModelConfig.from_gguf(file))
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000000,)}".ljust(117) + b"\n"
+    huge = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    for method, change in (
+        (zipfile.ZIP_DEFLATED, lambda data: data.replace(data[60:80], b"\xff" * 20)),
+        (zipfile.ZIP_LZMA, bytes),
+        (zipfile.ZIP_STORED, bytes),  # claims more than any memory
+    ):
+        with zipfile.ZipFile(kept) as old, zipfile.ZipFile(bad, "w", method) as new:
+            for name in old.namelist():
+                new.writestr(name, huge if name == "source.npy" else old.read(name))
+        bad.write_bytes(change(bad.read_bytes()))
+        with open_gguf(path) as file, pytest.raises(HotcoldError, match="bad.npz: "):
+            load_activations(bad, file, ModelConfig.from_gguf(file))
 
 
 # ---- measured, and the command
@@ -293,6 +309,12 @@ def test_the_command_compares_plans_and_keeps_tokens(
     assert code == 0 and found["tokens"] == 8 and found["measured"]
     budgets = [[row["budget"] for row in card["budgets"]] for card in found["cards"]]
     assert budgets == [[40 << 20, MACHINE.vram], [40 << 20, PRESETS["rtx-2080-ti"].vram]]
+    code, _, err = run(*options, "--trace", kept, "--vram-budget", "12GiB", "--vram-budget", "40MiB")
+    assert code == 0 and err.count("--vram-budget 12.0 GiB: left out, more than the 11.0 GiB of RTX 2080 Ti") == 1
+    code, _, err = run(*options, "--trace", kept, "--save-trace", tmp_path / "more.npz")
+    assert code == 2 and "--save-trace keeps what is recorded now" in err
+    code, _, err = run(*options, "--save-trace", tmp_path / "nowhere" / "t.npz")
+    assert code == 1 and "recording" not in err and "no such folder" in err
     plans = found["cards"][0]["budgets"][1]["plans"]
     assert set(plans) == {"all", "keys", "layers", "cpu", LLAMA_CPP} and plans["all"]["skipped"] == 0
 

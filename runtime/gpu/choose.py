@@ -80,6 +80,8 @@ class GpuOptions:
             raise HotcoldError(f"--vram-budget {self.vram_budget}: must be 1 byte or more")
         if self.patience is not None and not 0 < self.patience < math.inf:
             raise HotcoldError(f"patience of {self.patience} s: must be above 0")
+        if self.trace is not None and (self.layers == 0 or self.gpu == "off"):
+            raise HotcoldError("--trace is of a run on the GPU: not with --gpu off or --gpu-layers 0")
         if self.layers is not None and self.plan not in ("auto", "layers"):
             raise HotcoldError(f"--gpu-layers is for --gpu-plan layers, not {self.plan}")
 
@@ -131,7 +133,7 @@ def _device(options: GpuOptions, notify: Callable[[str], None]) -> Device | None
     except DeviceUnavailable as error:
         if options.gpu == "required":
             raise HotcoldError(f"--gpu required, but there is no GPU: {error.reason}") from error
-        notify(f"no GPU: {error.reason}; everything runs on the CPU")
+        notify(f"no GPU: {error.reason}; everything runs on the CPU{_untraced(options)}")
         return None
 
 
@@ -185,7 +187,11 @@ def _nothing(options: GpuOptions, plan: Plan, budget: int, notify: Callable[[str
     why = next((note for note in plan.notes if note.startswith("GPU: ")), nothing)
     if options.gpu == "required":
         raise HotcoldError(f"--gpu required, but {why.removeprefix('GPU: ')}")
-    notify(f"{why}; everything runs on the CPU")
+    notify(f"{why}; everything runs on the CPU{_untraced(options)}")
+
+
+def _untraced(options: GpuOptions) -> str:
+    return "" if options.trace is None else ", and --trace writes nothing"
 
 
 def _budget(options: GpuOptions, device: Device) -> int:
