@@ -88,7 +88,7 @@ def _launch(device: Device, kernel: Any, stream: Stream) -> float:
 
     def work() -> None:
         for _ in range(_LAUNCHES):
-            kernel((1,), (32,), (), stream=stream)
+            kernel((1,), (32,), (np.int32(0),), stream=stream)
 
     graph = device.capture(stream, work)
     return _seconds(device, stream, lambda: device.replay(graph, stream), 1) / _LAUNCHES
