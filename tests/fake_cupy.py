@@ -1,4 +1,4 @@
-"""CuPy's calls as cupy_device.py makes them, on memory of the host: kernels run at once, on the emulator.
+"""CuPy's calls as cupy_device.py makes them, on memory of the host: kernels run on the emulator, streams are threads.
 
 In: nothing. Out: fake_cupy(), a module; use_fake(), which puts it in CuPy's place. Strict where CuPy is (argument
 types of its compiled functions), with the failures of CUDA that tests ask for. `cubin` files hold the source.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu.build import Library
+from cuda_on_cpu.sim_streams import SimStream
 
 from hotcold.runtime.gpu import cublas, nvml, nvrtc
 
@@ -27,7 +29,9 @@ class FakeCudaError(RuntimeError):
 
 def at(address: int, n: int) -> np.ndarray:
     """The bytes of an address."""
-    return np.frombuffer((ctypes.c_ubyte * n).from_address(address), np.uint8) if n else np.empty(0, np.uint8)
+    if not n:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_ubyte * n).from_address(address)), np.uint8)
 
 
 class Runtime:
@@ -39,6 +43,8 @@ class Runtime:
         self.log: list[str] = []
         self.fail: dict[str, FakeCudaError] = {}  # call -> what it raises
         self.driver, self.cuda = 12090, 12090
+        self.streams: dict[int, SimStream] = {}  # by address; of captures: what is kept
+        self.jitter, self.error = 0.0, None  # what SimStream asks of its device
         self.current = 0
 
     def _may(self, call: str) -> None:
@@ -85,8 +91,7 @@ class Runtime:
 
     def memcpyAsync(self, target: int, source: int, n: int, kind: int, stream: int) -> None:
         self._may("memcpyAsync")
-        assert isinstance(stream, int)
-        ctypes.memmove(target, source, n)
+        self.streams[stream].put(lambda: ctypes.memmove(target, source, n) and None)
 
     def streamSynchronize(self, stream: int) -> None:
         self._may("streamSynchronize")
@@ -132,6 +137,10 @@ def pinned_pointer(memory: PinnedMemory, offset: int) -> memoryview:
     return memory.raw.data[offset:]
 
 
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(120)
+
+
 def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
     """runtime.log has the calls; runtime.fail makes them fail."""
     runtime = Runtime([{}] if cards is None else cards)
@@ -150,6 +159,7 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
         def __init__(self, *, non_blocking: bool) -> None:
             assert non_blocking
             self.ptr = id(self)
+            self.work = runtime.streams[self.ptr] = SimStream(runtime, 0)
 
         def __enter__(self) -> None:
             Stream.current = self
@@ -159,9 +169,16 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
 
         def wait_event(self, event: Event) -> None:
             runtime._may("wait_event")
+            passed = event.passed
+            self.work.put(lambda: wait_for(passed))
 
         def synchronize(self) -> None:
             runtime._may("synchronize")
+            done = threading.Event()
+            self.work.put(done.set, always=True)
+            wait_for(done)
+            if runtime.error is not None:
+                raise FakeCudaError(719, str(runtime.error))
 
         def begin_capture(self) -> None:
             runtime._may("begin_capture")
@@ -174,12 +191,17 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
     class Event:
         def __init__(self, *, block: bool, disable_timing: bool) -> None:
             assert not block and disable_timing
+            self.passed = threading.Event()
+            self.passed.set()  # one that was never recorded keeps nobody waiting
 
         def record(self, stream: Stream) -> None:
             runtime._may("record")
+            self.passed = threading.Event()
+            stream.work.put(self.passed.set, always=True)
 
         def synchronize(self) -> None:
             runtime._may("event.synchronize")
+            wait_for(self.passed)
 
     class Graph:
         def __init__(self, work: list[Any]) -> None:
@@ -191,7 +213,7 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
         def launch(self, stream: Stream) -> None:
             runtime._may("graph.launch")
             for work in self.work:
-                work()
+                stream.work.put(work)
 
     class RawModule:
         def __init__(self, *, path: str) -> None:
@@ -209,7 +231,7 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
                     problem = self.library.run(name, grid, block, values, shared, 0)
                     assert not problem, problem
 
-                capturing[stream.ptr].append(work) if stream.ptr in capturing else work()
+                (capturing[stream.ptr].append if stream.ptr in capturing else stream.work.put)(work)
 
             return SimpleNamespace(kernel=function, num_regs=8)
 
@@ -224,6 +246,7 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
         left = at(a, 2 * lda * m).view(np.float16).reshape(m, lda)[:, :k].astype(np.float32)  # op(A)[m, k]
         right = at(b, 2 * ldb * n).view(np.float16).reshape(n, ldb)[:, :k].astype(np.float32)  # B.T
         out = at(c, 4 * ldc * n).view(np.float32).reshape(n, ldc)[:, :m]  # C.T
+        Stream.current.synchronize()
         scale, keep = (float(at(p, 4).view(np.float32)[0]) for p in (alpha, beta))
         out[...] = scale * (right @ left.T) + (keep * out if keep else 0)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu.build import compiler
 from fake_cupy import FakeCudaError, use_fake
+from hybrid import config_of, hybrid, shares, steps
 
 from hotcold.runtime.gpu import cublas, nvml, nvrtc
 from hotcold.runtime.gpu.cupy_device import CupyDevice
@@ -160,9 +161,11 @@ def test_copies(device: Any, cupy: Any) -> None:
     assert (host == 0).all() and seen.data.ptr == host.ctypes.data
     stream, x = device.stream(), device.upload(np.arange(8, dtype=f32).reshape(2, 4)[:, ::-1])
     device.d2h(host, x, stream)
+    device.sync(stream)
     assert host.tolist() == [[3, 2, 1, 0], [7, 6, 5, 4]]
     host[1] = 9
     device.h2d(x[0], host[1], stream)
+    device.sync(stream)
     assert device.download(x)[0].tolist() == [9] * 4
     device.upload(np.ones(4, f32), out=x[0])
     assert device.download(x)[0].tolist() == [1] * 4
@@ -187,6 +190,7 @@ def test_kernels(device: Any, cupy: Any) -> None:
     add = kernels("add")
     add([2], (32,), (x, by, f32(2), i32(40)), stream=stream)
     add((2,), (32,), (x, None, f32(1), i32(40)), stream=stream)
+    device.sync(stream)
     assert (device.download(x) == 2 * np.arange(40) + 1).all()
     add((0,), (32,), (x, None, f32(1), i32(40)), stream=stream)
     assert cupy.runtime.log.count("launch add") == 2
@@ -265,6 +269,24 @@ def test_without_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match="gemm: cuBLAS is not installed"):
         device.gemm(None, None, None, device.stream())
     device.close()
+
+
+@needs_compiler
+@pytest.mark.parametrize("executor", ["stream", "graph"])
+def test_a_model_gives_the_same_bits_as_on_the_simulated_device(
+    device: Any, executor: str, tiny_model: Callable[..., Path]
+) -> None:
+    """The engine keeps to the protocol, and this device does what it says."""
+    path, tokens = tiny_model("relu", outtype="q8_0"), [1, 5, 9, 33]
+    layers = shares(config_of(path), 1, 0.4)
+    with hybrid(path, layers, executor=executor) as engine:
+        wanted = np.stack([engine.forward([*tokens, *tokens]), *steps(engine, tokens)])
+    before = device.used
+    with hybrid(path, layers, executor=executor, device=device) as engine:
+        found = np.stack([engine.forward([*tokens, *tokens]), *steps(engine, tokens)])
+    assert np.array_equal(found, wanted)
+    gc.collect()
+    assert device.used == before < device.peak
 
 
 # ------------------------------------------------------------------ compiled code is kept
