@@ -183,9 +183,11 @@ def hardware_of(text: str | None) -> tuple[Hardware, int]:
         raise HotcoldError(f"no GPU to plan for ({e.reason}): name a card with --hardware: {', '.join(PRESETS)}, or a "
                            "file") from None
     from hotcold.placement.machine import machine_hardware
+    from hotcold.runtime.gpu.source import load_kernels
 
     try:
-        hardware = machine_hardware()
+        load_kernels(device)  # so that their code counts, as when a model runs
+        hardware = dataclasses.replace(machine_hardware(), gpu_context=device.context_bytes)
         return hardware, min(hardware.vram, device.memory()[0] + device.context_bytes)
     finally:
         device.close()

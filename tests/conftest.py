@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def convert_error(*arguments: str | Path) -> str:
         run(parser.parse_args([str(a) for a in arguments]))
     assert "\n" not in str(e.value)
     return str(e.value)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> Iterator[None]:
+    """Tests send themselves and their children Ctrl-C, which a job in a shell's background is started deaf to."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile
-from hotcold.runtime.gpu.device import Device, DeviceUnavailable
+from hotcold.runtime.gpu.device import Device, DeviceMemoryError, DeviceUnavailable
 from hotcold.runtime.gpu.placement import KINDS, GpuPlacement, last_layers
 from hotcold.runtime.plan import Plan, choose_sparsity, make_plan
 from hotcold.runtime.weights import Weights
@@ -107,10 +107,13 @@ def open_hybrid(
     try:
         engine = _on_device(file, config, weights, sparsity, options, device, n_threads=n_threads, n_ctx=n_ctx,
                             n_batch=n_batch, kv_type=kv_type, notify=notify)  # fmt: skip
-    except BaseException:
+    except BaseException as error:
         if options.device is None:
             device.close()
-        raise
+        if options.asked or not isinstance(error, HotcoldError):
+            raise
+        notify(f"the GPU is not used: {error}; everything runs on the CPU")
+        return None
     if engine is None and options.device is None:
         device.close()
     return engine
@@ -118,7 +121,7 @@ def open_hybrid(
 
 def hardware_exists() -> bool:
     """Whether this machine seems to have an NVIDIA card. Cheap: nothing is loaded."""
-    return any(Path(p).exists() for p in ("/dev/nvidia0", "/proc/driver/nvidia", "/dev/dxg")) or bool(
+    return any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")) or bool(
         shutil.which("nvidia-smi")
     )
 
@@ -143,7 +146,11 @@ def _on_device(
 ) -> HybridEngine | None:  # fmt: skip
     from hotcold.runtime.gpu.engine import PATIENCE, HybridEngine
     from hotcold.runtime.gpu.memory import vram
+    from hotcold.runtime.gpu.source import load_kernels
 
+    load_kernels(device)  # before memory is planned: their code takes some
+    if not device.has_gemm:
+        notify("GPU: cuBLAS is not installed (pip install 'hotcold[gpu]' brings it): prompts are slower without it")
     automatic = options.vram_budget is None and options.placement is None
     for attempt in range(TRIES):
         budget = _budget(options, device)
@@ -165,11 +172,17 @@ def _on_device(
             notify(note)
         if kv_type != "f16":
             notify(f"--kv-type {kv_type} is for layers of the CPU: the GPU's cache is F16")
-        engine = HybridEngine(
-            file, config, weights, plan, device=device, executor=options.executor, n_threads=n_threads, n_ctx=n_ctx,
-            kv_type=kv_type, notify=notify, owns_device=options.device is None, patience=options.patience or PATIENCE,
-            blocks_from=options.blocks_from, trace=options.trace,
-        )  # fmt: skip
+        try:
+            engine = HybridEngine(
+                file, config, weights, plan, device=device, executor=options.executor, n_threads=n_threads,
+                n_ctx=n_ctx, kv_type=kv_type, notify=notify, owns_device=options.device is None,
+                patience=options.patience or PATIENCE, blocks_from=options.blocks_from, trace=options.trace,
+            )  # fmt: skip
+        except HotcoldError as error:
+            if not (automatic and attempt + 1 < TRIES and isinstance(error.__cause__, DeviceMemoryError)):
+                raise
+            notify("GPU: other programs have taken VRAM meanwhile: making a smaller plan")
+            continue
         notify(describe(plan, device, need, budget))
         return engine
     raise AssertionError("the last attempt returns or raises")

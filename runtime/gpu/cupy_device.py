@@ -25,6 +25,7 @@ from hotcold.runtime.gpu.source import signatures
 
 _OUT_OF_MEMORY = 2  # cudaError_t
 _CONTEXT_GUESS = 512 << 20  # bytes, where the driver does not say what a context takes
+_GRAPHS = 8 << 20  # bytes kept for the graphs of a token, some thousand nodes: the driver says only afterwards
 _FAILURES = (RuntimeError, MemoryError)  # what CuPy's exceptions derive from
 _NULL = np.uint64(0)  # for None, CuPy's launch gives the driver no value, and the kernel gets an address that is none
 
@@ -69,7 +70,8 @@ class CupyDevice:
         self._pinned = PinnedRanges()
         self._cublas: Cublas | None = None
         self._capturing = False
-        self._modules: list[Any] = []
+        self._modules: dict[str, Callable[[str], Kernel]] = {}  # by source
+        self._raw_modules: list[Any] = []
         try:
             self.context_bytes = _contexts.setdefault(ordinal, self._make_context(ordinal))
         except _FAILURES as e:
@@ -107,13 +109,18 @@ class CupyDevice:
 
     def module(self, source: str) -> Callable[[str], Kernel]:
         self._not_capturing("loading a module")
+        if source in self._modules:
+            return self._modules[source]
+        if not self._modules:
+            self.context_bytes += _GRAPHS
+        free = self.memory()[0]
         major, minor = self.compute_capability
         code = nvrtc.cached_code(source, 10 * major + minor)
         table: dict[str, Kernel] = {}
         self._use()
         try:
             module = self._cupy.RawModule(path=str(code))
-            self._modules.append(module)
+            self._raw_modules.append(module)
             for name in signatures(source):
                 table[name] = self._kernel(module, name, source)
         except _FAILURES as e:
@@ -124,6 +131,8 @@ class CupyDevice:
                 raise DeviceError(f"kernel {name}: not in this module")
             return table[name]
 
+        self.context_bytes += max(0, free - self.memory()[0])  # code, and what its threads may need
+        self._modules[source] = get
         return get
 
     def _kernel(self, module: Any, name: str, source: str) -> Kernel:
@@ -335,5 +344,6 @@ class CupyDevice:
                 self._cublas.close()
             self._cublas = None
         self._modules.clear()
+        self._raw_modules.clear()
         self._pinned.clear()
 

@@ -73,7 +73,7 @@ class Device(Protocol):
     name: str
     compute_capability: tuple[int, int]
     multiprocessors: int
-    context_bytes: int  # of the device's memory, taken before anything was allocated; measured
+    context_bytes: int  # of the device's memory, for context and kernels: final once these are loaded; measured
     used: int  # bytes of arrays now
     peak: int  # the most there were at once
 

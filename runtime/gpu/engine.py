@@ -81,9 +81,7 @@ class HybridEngine(Engine):
         self._state = GpuState(device, plan, self.n_ctx, self.n_batch, self._tables)
         self._stream = device.stream()
         self._staging = Staging(device, self._state["stage"], self._stream)
-        began = time.perf_counter()
         self._device_weights.load(self._staging, kernels, self._stream)
-        self._rate = self._staging.bytes_sent / max(time.perf_counter() - began, 1e-6)  # bytes per second
         self._prompt = Prompt(plan, self._device_weights, self._state, self._staging, kernels, device, self._stream,
                               self.n_ctx)  # fmt: skip
         lowering = Lowering(plan, self._device_weights, self._state, self._mailbox, kernels, device, self.n_ctx,
@@ -99,21 +97,33 @@ class HybridEngine(Engine):
         self._n_prefix = sum(op.kind != "cold" for op in plan.cpu(many=False))
 
     def _measure(self, notify: Callable[[str], None]) -> int:
-        """From how many tokens on a block is faster than one token at a time. Nothing is in the context yet."""
+        """From how many tokens on a block is faster than one token at a time. Nothing is in the context yet.
+
+        A block's time is nearly that of sending the CPU's neurons, so a short one is measured. The result is a power of
+        two: which way a prompt goes decides its last bits, and should not hang on a few microseconds.
+        """
         if not self._prompt.streamed:
             return PACK_TOKENS
-        for _ in range(2):  # the second knows its memory
-            began = time.perf_counter()
-            self._token(0, 0, None)
-            seconds = time.perf_counter() - began
+        n = min(PACK_TOKENS, self.n_ctx)
+        one, many = (self._seconds(lambda: self._token(0, 0, None)), self._seconds(
+            lambda: self._block(np.zeros(n, np.int64), np.empty((0, self.config.n_vocab), np.float32))))  # fmt: skip
         self.reset_stats()
         self._calls = [0, 0]
         if self._tracer:
             self._tracer.restart()
-        limit = max(PACK_TOKENS, math.ceil(self._prompt.streamed / self._rate / seconds))
+        limit = max(PACK_TOKENS, 1 << math.ceil(math.log2(max(1.0, many / one))))
         sent = self._prompt.streamed / 2**20
         notify(f"GPU: prompts of {limit} tokens and more in blocks, for which {sent:.0f} MiB of neurons are sent there")
         return limit
+
+    @staticmethod
+    def _seconds(work: Callable[[], None]) -> float:
+        """Of the second run: the first one touches its memory."""
+        for _ in range(2):
+            began = time.perf_counter()
+            work()
+            seconds = time.perf_counter() - began
+        return max(seconds, 1e-9)
 
     # ---- tokens
 
@@ -216,6 +226,17 @@ class HybridEngine(Engine):
                 return
             except KeyboardInterrupt:
                 continue
+
+    @contextlib.contextmanager
+    def _undone_by_errors(self) -> Iterator[None]:
+        """The GPU's counters cannot go back, so after an error all begin again."""
+        try:
+            with super()._undone_by_errors():
+                yield
+        except BaseException:
+            if not self._failure and self._team is not None:
+                self.reset_stats()
+            raise
 
     # ---- what was computed
 
