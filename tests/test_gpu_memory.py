@@ -167,8 +167,12 @@ def test_memory_that_goes_while_loading_is_an_error_and_all_is_given_back(path: 
 
     gpu.empty = second_fails  # type: ignore[method-assign]
     with pytest.raises(HotcoldError, match="MiB are wanted for the KV cache and activations, .* MiB are missing"):
-        opened(path, gpu, [], layers=3)
+        opened(path, gpu, [], layers=3, vram_budget=gpu.memory()[1])
     assert gpu.used == 0
+    taken.clear()
+    notes: list[str] = []
+    opened(path, gpu, notes, layers=3).close()  # nobody has named a budget: again, with what is there now
+    assert any("other programs have taken VRAM" in note for note in notes)
     gpu.close()
 
 
