@@ -3,13 +3,15 @@
 In: a machine with an NVIDIA GPU. Out: a folder with report.md, result.json, speed.svg, logs; a short table on stdout.
 Next: gpu_checks/, a module per part; `benchmarks.py --write` puts into BENCHMARKS.md what --keep keeps.
 
-    pip install -e '.[gpu,dev]'        # CuPy with NVRTC and cuBLAS for CUDA 12; the rest of what is needed
+    pip install -e '.[gpu,dev]'       # for CUDA 13: '.[gpu-cuda13,dev]'
     python scripts/gpu_check.py
     python scripts/gpu_check.py --llama-bin ~/llama.cpp/build/bin --shape llama-7b --vram-budgets 2GiB,4GiB
     python scripts/gpu_check.py --device sim --minutes 2      # a dry run without a GPU: the emulated device, tiny sizes
 
 Packages: hotcold's own, those of its extra `gpu` (cupy-cuda12x or cupy-cuda13x, nvidia-cuda-nvrtc, nvidia-cuda-runtime,
 nvidia-cublas), pytest, and for the picture matplotlib. With --device sim a C++ compiler in the place of the GPU's.
+
+Models are made in ~/.cache/hotcold/gpu-check, up to 9 GB.
 
 Parts: environment; every kernel against NumPy; every plan, executor and format against the CPU's engine; latencies and
 bandwidths; tokens per second over budgets of VRAM, against stock llama.cpp if --llama-bin names a CUDA build. Each has
@@ -22,7 +24,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
 import time
@@ -31,7 +32,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # the parts import both by plain names
-os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 from comparison.plain import plain  # noqa: E402
 from comparison.settings import say  # noqa: E402

@@ -8,6 +8,7 @@ Outputs begin as NaN or as numbers that do not occur, so that what was not writt
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -248,3 +249,43 @@ def _attend(run: DeviceRunner, rng: Rng, n_head: int, n_kv: int, hd: int, n_ctx:
         want_q, want_d = truth.quantize(att.reshape(-1))
         same(aq, want_q.reshape(-1))
         same(ad, want_d)
+
+
+# ------------------------------------------------------------------ what cards are measured with, and traces
+
+
+@case
+def read_memory(run: DeviceRunner, rng: Rng) -> None:
+    for blocks, n4 in ((1, 3), (2, 512), (3, 5000)):
+        threads = 256 * blocks
+        x, sums = floats(rng, 4 * n4), empty(threads)
+        run.run("read_memory", launch.Launch((blocks,), (256,)), x, sums, n4)
+        parts = np.zeros((-(-n4 // threads) * threads, 4))
+        parts[:n4] = x.reshape(n4, 4)
+        close(sums, parts.reshape(-1, threads, 4).sum((0, 2)), 100.0)
+
+
+@case
+def echo(run: DeviceRunner, rng: Rng) -> None:
+    """Answers flags one by one; leaves where none comes."""
+    (ping, ping_d), (pong, pong_d) = (run.device.pinned((1,), np.int32) for _ in range(2))
+    held = run.start("echo", launch.Launch((1,), (1,)), ping_d, pong_d, 3, 1 << 28)
+    for number in (1, 2, 3):
+        assert pong[0] == number - 1
+        ping[0], end = number, time.monotonic() + 30
+        while pong[0] != number and time.monotonic() < end:
+            time.sleep(1e-4)
+    run.finish(held)
+    same(pong, 3)
+    run.run("echo", launch.Launch((1,), (1,)), ping_d, pong_d, 3, 100)
+    same(pong, 3)
+
+
+@case
+def stamp(run: DeviceRunner, rng: Rng) -> None:
+    run.run("nothing", launch.Launch((1,), (32,)), 0)
+    before, after = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    run.run("stamp", launch.Launch((1,), (1,)), before)
+    time.sleep(0.02)
+    run.run("stamp", launch.Launch((1,), (1,)), after)
+    assert 0.01e9 < after[0] - before[0] < 60e9

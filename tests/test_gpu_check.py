@@ -196,12 +196,12 @@ def test_plans_are_judged() -> None:
     logits = np.array([[1.0, 2.0, 0.0], [5.0, 1.0, 4.9999]], np.float32)
     want = answer(logits, 0.25, False)
 
-    def judged(found: plans.Answer, peak: int | None = 90, exact: bool = True) -> str:
+    def judged(found: plans.Answer, peak: int = 90, exact: bool = True) -> str:
         payload = plans.judge(want, found, 100, peak, "f16", exact, ["no GPU"])
         assert payload["ok"] == payload["note"].startswith("error")
         return str(payload["note"])
 
-    assert judged(answer(logits, 0.25, True), None).startswith("error 0.0e+00")
+    assert judged(answer(logits, 0.25, True), 100).startswith("error 0.0e+00")
     near = logits + np.array([[0, 0, 0], [0, 0, 2e-4]], np.float32)  # another top token, by rounding
     assert judged(answer(near, 0.25, True)).startswith("error")
     assert "1 of 2 tokens are others" in judged(answer(logits[:, [1, 0, 2]] + [[0, 0, 0], [4, -4, 0]], 0.25, True))

@@ -105,9 +105,9 @@ def _run_child(part: Part, settings: Settings, deadline: float, outcome: Outcome
 
 
 def child_env() -> dict[str, str]:
-    """Scripts and tests import each other by plain names; cards have the numbers that NVML gives them."""
+    """Scripts and tests import each other by plain names."""
     paths = [str(CHECKOUT / "scripts"), str(CHECKOUT / "tests"), os.environ.get("PYTHONPATH", "")]
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _event(line: str) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from hotcold.runtime.gpu.choose import GpuOptions, Wanted
 from hotcold.runtime.gpu.device import Device
 from hotcold.runtime.gpu.memory import vram
 from hotcold.runtime.gpu.placement import GpuPlacement, last_layers
+from hotcold.runtime.gpu.source import load_kernels
 from hotcold.runtime.plan import make_plan
 from hotcold.runtime.threads import default_threads
 from hotcold.runtime.weights import load_weights
@@ -65,6 +66,7 @@ def hardware_of(settings: Settings, device: Device) -> Hardware:
 def facts(request: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """Bytes of VRAM that the whole model takes, what there is, the machine's figures."""
     device = open_for(settings)
+    load_kernels(device)  # whose code is part of what the device takes
     n_ctx = request["prompt"] + request["gen"]
     with open_gguf(Path(request["model"])) as file:
         config = ModelConfig.from_gguf(file)
@@ -90,7 +92,7 @@ def measure(request: dict[str, Any], settings: Settings) -> dict[str, Any]:
     device, gpu = None, None
     if who not in (CPU, CPU_PREDICT):
         device = open_for(settings)
-        hardware = hardware_of(settings, device)
+        hardware = Hardware(**request["hardware"])
         mode = {"predict": "predict"}.get(who, "exact")
 
         def place(wanted: Wanted) -> GpuPlacement:
@@ -113,9 +115,15 @@ def measure(request: dict[str, Any], settings: Settings) -> dict[str, Any]:
             "pp": [1e9 * prompt / wall for wall, _ in pp], "tg": [1e9 * gen / wall for wall, _ in tg], "load_s": load_s,
             "expected": expected[-1] if expected else None,
             "computed": float(np.mean(stats.computed)), "notes": notes, "threads": engine.threads,
+            "vram": None if device is None else peak_of(device),
             "planned": None if hybrid is None else hybrid.vram, "skips": None if hybrid is None else hybrid.skips,
             "cpu_share": None if hybrid is None else hybrid.cpu_share,
         }  # fmt: skip
+
+
+def peak_of(device: Any) -> int:
+    """Bytes of VRAM, where the driver cannot be asked how much a process takes."""
+    return int(device.peak + device.context_bytes)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,10 @@ from gpu_checks.settings import Settings
 from hotcold.runtime.bandwidth import ReadTest, last_level_cache
 from hotcold.runtime.gpu import launch, launch_block
 from hotcold.runtime.gpu.launch_block import Act, whole
-from hotcold.runtime.gpu.source import FOLDER
 from hotcold.runtime.threads import default_threads
 
 KINDS = {"f16": 2.0, "q8_0": 1.0625, "q4_0": 0.5625}  # bytes per weight
-i32, i64, f32 = np.int32, np.int64, np.float32
+i32, f32 = np.int32, np.float32
 ACTIVE = 0.1  # of the neurons, in lists
 
 
@@ -47,11 +45,6 @@ class Bench:
         self.at_least = 0.0 if tiny else 0.1  # seconds of a series
 
     @cached_property
-    def probe(self) -> Callable[[str], Any]:
-        return self.device.module((FOLDER / "common.cuh").read_text(encoding="utf-8").replace("#pragma once", "")
-                                  + Path(__file__).with_name("probe.cu").read_text(encoding="utf-8"))  # fmt: skip
-
-    @cached_property
     def runner(self) -> DeviceRunner:
         return DeviceRunner(self.device)
 
@@ -69,8 +62,8 @@ class Bench:
         return self.seconds(lambda: self.device.replay(graph, self.stream))
 
     def nothing(self) -> Callable[[], None]:
-        kernel, a, n = self.probe("nothing"), self.device.empty((4,), np.float32), i32(1)
-        return lambda: kernel((1,), (32,), (a, n), stream=self.stream)
+        kernel = self.kernel("nothing")
+        return lambda: kernel((1,), (32,), (i32(0),), stream=self.stream)
 
 
 def items(settings: Settings) -> Iterator[Item]:
@@ -84,7 +77,6 @@ def items(settings: Settings) -> Iterator[Item]:
     yield Item("copy to the host", lambda: over_bus(bench, False))
     yield Item("kernel that reads pinned memory", lambda: mapped(bench))
     yield Item("plain read of VRAM", lambda: plain_read(bench))
-    yield Item("plain copy in VRAM", lambda: plain_copy(bench))
     for kind in KINDS:
         yield Item(f"matvec {kind}", lambda kind=kind: matvec(bench, kind))  # type: ignore[misc]
         yield Item(f"listed up rows {kind}", lambda kind=kind: listed_values(bench, kind))  # type: ignore[misc]
@@ -149,11 +141,11 @@ def graph_event(bench: Bench) -> Payload:
 def flags(bench: Bench) -> Payload:
     """A kernel and a thread of the host answer each other through pinned memory."""
     device, n = bench.device, bench.rounds
-    ping, device_ping = device.pinned((8,), np.int64)
-    pong, device_pong = device.pinned((8,), np.int64)
+    ping, device_ping = device.pinned((16,), np.int32)
+    pong, device_pong = device.pinned((16,), np.int32)
     player = host_player()
     player(ping.ctypes.data, pong.ctypes.data, 0, 10**9)
-    bench.probe("answer")((1,), (1,), (device_ping, device_pong, i32(n), i32(1 << 28)), stream=bench.stream)
+    bench.kernel("echo")((1,), (1,), (device_ping, device_pong, i32(n), i32(1 << 28)), stream=bench.stream)
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(player(ping.ctypes.data, pong.ctypes.data, n, 10**10)))
     thread.start()
@@ -165,7 +157,10 @@ def flags(bench: Bench) -> Payload:
 
 
 def host_player() -> Callable[[int, int, int, int], int]:
-    """Sends 1 .. n, each after the answer to the one before. -> ns from the first answer on; -1: none in `limit` ns."""
+    """Sends 1 .. n, each after the answer to the one before. -> ns from the first answer on; -1: none in `limit` ns.
+
+    Words have 64 bits here, and 32 on the other side: the upper half is 0.
+    """
     from numba import njit
 
     from hotcold.runtime.kernels.sync import atomic_load, atomic_store, now_ns, pause
@@ -237,16 +232,9 @@ def _zeros(bench: Bench, n: int) -> Any:
 
 
 def _read(bench: Bench, x: Any, n: int) -> Callable[[], None]:
-    kernel, blocks = bench.probe("read_all"), 8 * bench.device.multiprocessors
+    kernel, blocks = bench.kernel("read_memory"), 8 * bench.device.multiprocessors
     sums = bench.device.empty((256 * blocks,), np.float32)
-    return lambda: kernel((blocks,), (256,), (x, sums, i64(n)), stream=bench.stream)
-
-
-def plain_copy(bench: Bench) -> Payload:
-    n, blocks = bench.array // 8, 8 * bench.device.multiprocessors
-    x, y, kernel = _zeros(bench, n), _zeros(bench, n), bench.probe("copy_all")
-    seconds = bench.seconds(lambda: kernel((blocks,), (256,), (x, y, i64(n)), stream=bench.stream))
-    return speed(8 * n, seconds, "read and written")
+    return lambda: kernel((blocks,), (256,), (x, sums, i32(n // 4)), stream=bench.stream)
 
 
 class Matrices:

@@ -1,6 +1,6 @@
 """What the driver says of a card, through NVIDIA's management library, without a CUDA context that would take VRAM.
 
-In: the number of the card. Out: Card: facts, memory in use by all processes. Next: environment.py, vram.py.
+In: nothing. Out: Card: facts, memory in use by all processes. Next: environment.py, vram.py.
 
 The library comes with the driver; only plain C calls of it are used.
 """
@@ -8,27 +8,25 @@ The library comes with the driver; only plain C calls of it are used.
 from __future__ import annotations
 
 import ctypes
-import os
 from typing import Any
+
+from hotcold.runtime.gpu.cards import load_cupy, usable_cards
+from hotcold.runtime.gpu.device import DeviceUnavailable
 
 _NAMES = ("libnvidia-ml.so.1", "libnvidia-ml.so", "nvml.dll")
 _GRAPHICS, _MEMORY = 0, 2  # clocks
 
 
 class Card:
-    """The card that CUDA calls 0, if cards are numbered by their bus: CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    """The card that open_device() opens."""
 
     def __init__(self) -> None:
-        """Raises OSError where library or card cannot be asked."""
+        """Makes no context. Raises OSError where library or card cannot be asked."""
+        pci = pci_address()
         self._library = _load()
         self._call("nvmlInit_v2")
         self._handle = ctypes.c_void_p()
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-        by_number = first.isdigit() or not first
-        if by_number:
-            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(first or 0)), ctypes.byref(self._handle))
-        else:
-            self._call("nvmlDeviceGetHandleByUUID", first.encode(), ctypes.byref(self._handle))
+        self._call("nvmlDeviceGetHandleByPciBusId_v2", pci.encode(), ctypes.byref(self._handle))
 
     def memory(self) -> tuple[int, int]:
         """-> bytes in use by whoever, and in all."""
@@ -78,6 +76,15 @@ class Card:
             raise OSError(f"the driver has no {function}") from None
         if status:
             raise OSError(f"{function} says {status}")
+
+
+def pci_address() -> str:
+    """Of the first card that can be used. Raises OSError."""
+    try:
+        cupy = load_cupy()
+        return str(cupy.cuda.runtime.deviceGetPCIBusId(next(iter(usable_cards(cupy)))))
+    except (DeviceUnavailable, RuntimeError) as error:
+        raise OSError(f"no card to ask: {error}") from error
 
 
 def _load() -> ctypes.CDLL:

@@ -39,7 +39,7 @@ SHOWN = ("VRAM", "compute capability", "driver", "CUDA of the driver", "PCIe now
 KEPT = {  # fields of a part's items
     "environment": ("name", "ok", "note", "facts"),
     "kernels": ("name", "ok", "note", "cases"),
-    "plans": ("name", "ok", "note", "error"),
+    "plans": ("name", "ok", "note", "error", "over", "right"),
     "latencies": ("name", "ok", "note", "value", "unit", "more"),
     "speed": ("name", "ok", "note", "round", "budget", "who", "pp", "tg", "skips", "cpu_share", "computed", "vram",
               "planned", "layers", "over", "build", "expected", "model", "made", "threads", "whole", "hardware"),

@@ -199,15 +199,14 @@ def mib(n_bytes: float | None) -> str:
 
 
 def latencies_view(result: Result, items: Rows) -> str:
-    plain = max((item_of(result, "latencies", name).get("value", 0.0) for name in
-                 ("plain read of VRAM", "plain copy in VRAM")), default=0.0)  # fmt: skip
+    plain = item_of(result, "latencies", "plain read of VRAM").get("value", 0.0)
     rows = []
     for item in items:
         if "value" in item:
             ours = plain and item["name"].startswith(("matvec", "listed"))
             rows.append([item["name"], f"{item['value']:.4g} {item['unit']}",
                          f"{item['value'] / plain:.0%}" if ours else "", item["more"]])  # fmt: skip
-    return table(["what", "", "of the plain read or copy", ""], rows)
+    return table(["what", "", "of the plain read", ""], rows)
 
 
 def speed_view(result: Result, items: Rows) -> str:
@@ -261,10 +260,13 @@ def plan_lines(result: Result) -> list[str]:
     if not items:
         return []
     errors = [item["error"] for item in items if item.get("error") is not None]
-    right = sum(item["ok"] is True for item in items)
+    wrong = [item["name"] for item in items if not item.get("right", item["ok"])]
+    over = {item["name"]: item["over"] for item in items if item.get("over")}
     worst = f", worst error of logits {max(errors):.1e}" if errors else ""
-    return [f"plans:   {right} of {len(items)} right{worst}",
-            *listed("wrong", [item["name"] for item in items if item["ok"] is False])]  # fmt: skip
+    lines = [f"plans:   {len(items) - len(wrong)} of {len(items)} right{worst}", *listed("wrong", wrong)]
+    if over:
+        lines += listed(f"more VRAM than planned, up to {mib(max(over.values()))} MiB, in {len(over)}", list(over))
+    return lines
 
 
 def listed(what: str, names: list[str]) -> list[str]:

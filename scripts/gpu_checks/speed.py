@@ -53,19 +53,19 @@ class Bench:
         """Run a burst of ours. Raises HotcoldError with its last line where it fails."""
         s = self.settings
         request = {"who": who, "budget": budget, "model": s.model, "threads": self.threads, "prompt": s.prompt,
-                   "gen": s.gen}  # fmt: skip
+                   "gen": s.gen, "hardware": self.state.get("hardware")}  # fmt: skip
         command = [burst.sys.executable, "-m", "gpu_checks.burst", json.dumps(request), s.to_json()]
         if self.meter is None:
-            done, peak = run_burst(command, child_env(), timeout=BURST_S), None
+            done, taken = run_burst(command, child_env(), timeout=BURST_S), {}
         else:
             before = self.meter.read()
             with self.meter.watch() as seen:
                 done = run_burst(command, child_env(), timeout=BURST_S)
-            peak = seen.value - before
+            taken = {"vram": seen.value - before}
         if done.status:
             raise HotcoldError((done.errors.splitlines() or [f"ended with status {done.status}"])[-1])
         found: dict[str, Any] = json.loads(done.output.strip().splitlines()[-1])
-        return found | {"vram": peak, "others": done.others}
+        return found | taken | {"others": done.others}
 
 
 def items(settings: Settings) -> Iterator[Item]:

@@ -25,7 +25,8 @@ class Meter:
     """Reads bytes in use, beside whatever runs. By the driver they are those of all processes."""
 
     def __init__(self, device: Any = None) -> None:
-        """device: the emulated one; None: the card, by NVML. Raises OSError where that cannot be asked."""
+        """device: its arrays alone are counted; None: all that is taken of the card. Raises OSError where the driver
+        cannot be asked."""
         if device is not None:
             self.read: Callable[[], int] = lambda: int(device.used)
         else:
