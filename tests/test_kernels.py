@@ -69,7 +69,7 @@ MINIMUM = (formats.Q4_1, formats.Q5_1, formats.Q4_K, formats.Q5_K)
 def magnitude(ggml_type: int, raw: np.ndarray, x: np.ndarray) -> np.ndarray:
     """What the rounding of a product is relative to: [n_tok, rows]."""
     weights = np.abs(reference.decode(ggml_type, raw, x.shape[1]))
-    if ggml_type in MINIMUM:  # a weight is the sum of two numbers, which may be larger than it
+    if ggml_type in (*MINIMUM, formats.Q4_0):  # a weight is the sum of two numbers, which may be larger than it
         largest = weights.reshape(len(raw), -1, formats.BLOCK).max(axis=-1)
         weights = 3 * np.repeat(largest, formats.BLOCK, axis=1)
     size: np.ndarray = np.abs(reference.seen(ggml_type, x)) @ weights.T
