@@ -105,9 +105,9 @@ def _run_child(part: Part, settings: Settings, deadline: float, outcome: Outcome
 
 
 def child_env() -> dict[str, str]:
-    """Scripts and tests import each other by plain names."""
+    """Scripts and tests import each other by plain names; what a child printed before it was ended must be there."""
     paths = [str(CHECKOUT / "scripts"), str(CHECKOUT / "tests"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _event(line: str) -> dict[str, Any] | None:
