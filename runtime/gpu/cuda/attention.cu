@@ -23,16 +23,6 @@ struct Seen {
   __device__ __forceinline__ int pieces() const { return (end - first + piece - 1) / piece; }
 };
 
-__device__ __forceinline__ void eight_floats(const uint4& bits, float* to) {
-  const __half2* pairs = reinterpret_cast<const __half2*>(&bits);
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    float2 pair = __half22float2(pairs[j]);
-    to[2 * j] = pair.x;
-    to[2 * j + 1] = pair.y;
-  }
-}
-
 // What one group of lanes, or one block, knows of a query head: largest score, sum of exponentials, weighted sum of V.
 struct Running {
   float top, total, sums[8];
@@ -218,10 +208,5 @@ attend_merge(const float* __restrict__ part, float* __restrict__ att, signed cha
   float value = sum / total;
   int i = blockIdx.x * head_dim + column;
   if (column < head_dim) att[i] = value;
-  if (aq != nullptr) {  // all columns are inside then
-    float d;
-    signed char q = quantize_block(value, &d);
-    aq[i] = q;
-    if (lane_id() == 0) ad[i / 32] = d;
-  }
+  if (aq != nullptr) store_act_block(value, aq, ad, i);  // all columns are inside then
 }

@@ -42,6 +42,17 @@ constexpr int CTL_WORDS = 16;
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }  // blocks are multiples of 32 wide
 
+// Eight halves, as 16 bytes are loaded, in F32.
+__device__ __forceinline__ void eight_floats(const uint4& bits, float* to) {
+  const __half2* pairs = reinterpret_cast<const __half2*>(&bits);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    float2 pair = __half22float2(pairs[j]);
+    to[2 * j] = pair.x;
+    to[2 * j + 1] = pair.y;
+  }
+}
+
 // Every lane gets the sum, added in the same order.
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll

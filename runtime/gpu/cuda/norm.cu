@@ -26,12 +26,7 @@ norm_token(const float* __restrict__ x, const float* __restrict__ w, const float
       if (b != nullptr) v += b[i];
       h[i] = v;
     }
-    if (hq != nullptr) {
-      float d;
-      signed char q = quantize_block(v, &d);
-      hq[i] = q;
-      if (lane_id() == 0) hd[i / 32] = d;
-    }
+    if (hq != nullptr) store_act_block(v, hq, hd, i);
   }
 }
 
@@ -40,10 +35,7 @@ extern "C" __global__ void __launch_bounds__(256)
 quantize(const float* __restrict__ x, signed char* __restrict__ q, float* __restrict__ d, int n) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   if ((i & ~31) >= n) return;  // whole warps
-  float scale;
-  signed char v = quantize_block(x[i], &scale);
-  q[i] = v;
-  if (lane_id() == 0) d[i / 32] = scale;
+  store_act_block(x[i], q, d, i);
 }
 
 // FFN of a stock layout: g [n] keys, u [n] up products or null -> out [n] = act(g) * u; out may be g.
@@ -60,10 +52,5 @@ activate(const float* g, const float* __restrict__ u, float* out, signed char* _
     v = drop_small(act, threshold, v);
     out[i] = v;
   }
-  if (q != nullptr) {
-    float scale;
-    signed char quant = quantize_block(v, &scale);
-    q[i] = quant;
-    if (lane_id() == 0) d[i / 32] = scale;
-  }
+  if (q != nullptr) store_act_block(v, q, d, i);
 }

@@ -7,14 +7,7 @@
 
 // q half [rows, cols]; d is not used
 __device__ __forceinline__ void load_eight(const __half* q, const __half*, size_t row, int cols, int c, float* w) {
-  uint4 bits = *reinterpret_cast<const uint4*>(q + row * cols + c);
-  const __half2* pairs = reinterpret_cast<const __half2*>(&bits);
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    float2 pair = __half22float2(pairs[j]);
-    w[2 * j] = pair.x;
-    w[2 * j + 1] = pair.y;
-  }
+  eight_floats(*reinterpret_cast<const uint4*>(q + row * cols + c), w);
 }
 
 // q int8 [rows, cols], d half [rows, cols / 32]

@@ -6,13 +6,6 @@
 
 constexpr int TOKEN_THREADS = 256;
 
-// One value per lane, at `at` of a vector -> q and d of its act block.
-__device__ __forceinline__ void store_act_block(float v, signed char* q, float* d, size_t at) {
-  float scale;
-  q[at] = quantize_block(v, &scale);
-  if (lane_id() == 0) d[at / 32] = scale;
-}
-
 // h[t] = w * x[t] / sqrt(mean(x^2) + eps), or with layer_norm w * (x - mean) / sqrt(var + eps) + b; relu clamps it.
 // x, h f32 [n_tok, n]; hq int8 [n_tok, n], hd f32 [n_tok, n / 32]: act blocks of h, or null. One CUDA block per token.
 extern "C" __global__ void __launch_bounds__(256)

@@ -16,6 +16,13 @@ __device__ __forceinline__ signed char quantize_block(float x, float* d) {
   return fabsf(q) <= 128.f ? (signed char)__float2int_rn(q) : 0;
 }
 
+// One value per lane, at `at` of a vector -> q and d of its act block.
+__device__ __forceinline__ void store_act_block(float v, signed char* q, float* d, size_t at) {
+  float scale;
+  q[at] = quantize_block(v, &scale);
+  if (lane_id() == 0) d[at / 32] = scale;
+}
+
 // Codes of activation functions: those of kernels/vector.py, and one for values that need none any more.
 enum { RELU = 0, DRELU = 1, RELU2 = 2, SILU = 3, GELU = 4, GELU_TANH = 5, FINAL = 6 };
 
