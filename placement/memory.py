@@ -144,7 +144,7 @@ def engine_vram(
 
 def model_bytes(file: GGUFFile, config: ModelConfig, n_ctx: int, kv_type: str = "f16") -> ModelBytes:
     """Raises HotcoldError for a file whose tensors are not those of its model, or of a type that is not computed."""
-    from hotcold.runtime.program import KV_TYPES  # imports the compiler: not for `place --help`
+    from hotcold.runtime.buffers import KV_TYPES  # imports the compiler: not for `place --help`
 
     workspace, cold = Room(config, load_weights(file, config)).at(n_ctx)
     parts: list[dict[str, int]] = [{} for _ in range(config.n_layer)]

@@ -58,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_context_argument(parser)
     add_hardware_argument(parser)
     add_plan_argument(parser)
-    parser.add_argument("--gpu-layers", type=count, metavar="N",
-                        help="exactly so many of the last layers on the GPU (plan layers, unless --gpu-plan says)")
+    parser.add_argument("-ngl", "--gpu-layers", type=count, metavar="N",
+                        help="exactly so many of the last layers on the GPU (plan layers, unless --gpu-plan says); "
+                             "more than the model has: all")
     parser.add_argument("--sparsity", choices=SPARSITY_MODES, default=AUTO,
                         help="as in hotcold run; predict: plans that are not exact may be chosen (default auto)")
     parser.add_argument("--ops", action="store_true", help="also the operators of a token, of one layer of each kind")
@@ -137,8 +138,9 @@ def make_report(args: argparse.Namespace, file: GGUFFile, config: ModelConfig) -
     wanted = (args.vram_budget or [AUTO])[0]
     budget = free if wanted == AUTO else wanted
     n_ctx = args.n_ctx or min(config.n_ctx_train, DEFAULT_N_CTX)
+    n_layers = None if args.gpu_layers is None else min(args.gpu_layers, config.n_layer)
     choice = choose_placement(file, config, budget, n_ctx, hardware, args.gpu_plan, sparsity=args.sparsity,
-                              n_layers=args.gpu_layers, every=True)  # fmt: skip
+                              n_layers=n_layers, every=True)  # fmt: skip
     lines: Sequence[OpLine] = ()
     alike: dict[int, list[int]] = {}
     if args.ops or args.all_ops:

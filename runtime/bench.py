@@ -27,6 +27,7 @@ from numba import njit
 from hotcold.runtime import bench_report
 from hotcold.runtime.arguments import add_gpu_options, add_memory_options, count, counts, gpu_options, wholes
 from hotcold.runtime.bandwidth import ReadTest, last_level_cache
+from hotcold.runtime.buffers import KV_TYPES
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.console import note
 from hotcold.runtime.engine import MAX_THREADS, Engine
@@ -35,7 +36,6 @@ from hotcold.runtime.gguf_file import open_gguf, safe_text
 from hotcold.runtime.kernels.simd import read_cycles
 from hotcold.runtime.op_costs import OpCost, op_costs, token_bytes
 from hotcold.runtime.plan import SPARSITY_MODES
-from hotcold.runtime.program import KV_TYPES
 from hotcold.runtime.stats import HybridStats
 from hotcold.runtime.threads import default_threads
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 
+from hotcold.runtime.buffers import FEW_TOKENS, KV_TYPES, Buffers
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import GGUFFile, open_gguf
@@ -20,7 +21,7 @@ from hotcold.runtime.kernels import walk
 from hotcold.runtime.kernels.formats import PACK_TOKENS
 from hotcold.runtime.mailbox import Mailbox
 from hotcold.runtime.plan import Plan, make_plan
-from hotcold.runtime.program import FEW_TOKENS, KV_TYPES, Buffers, lower
+from hotcold.runtime.program import lower
 from hotcold.runtime.rope import rope_table
 from hotcold.runtime.stats import LayerStats, OpTime, layer_stats
 from hotcold.runtime.team import Team, check_cpu

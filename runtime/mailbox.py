@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hotcold.runtime.buffers import aligned
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.kernels import cold
-from hotcold.runtime.program import aligned
 
 Pinned = Callable[[tuple[int, ...], type], tuple[np.ndarray, Any]]  # shape, dtype -> host's view, device's view
 LAST_NUMBER = 1 << 30  # of a layer: they must stay below 2^31

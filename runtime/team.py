@@ -20,11 +20,11 @@ from typing import Any
 import numba
 import numpy as np
 
+from hotcold.runtime.buffers import aligned
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.kernels import simd, sync, walk
 from hotcold.runtime.kernels.cache import compile_cached
 from hotcold.runtime.kernels.cold import LATE, WRONG
-from hotcold.runtime.program import aligned
 from hotcold.runtime.threads import usable_cpus
 
 WAKE_UP = 0.1  # seconds: a signal that arrives just before a thread sleeps is seen only when it wakes

@@ -36,8 +36,8 @@ from comparison.speed import STOCK_NAMES, Session, compare_speed
 from comparison.twins import make_twins, possible_modes
 
 from hotcold.runtime.arguments import counts, whole
+from hotcold.runtime.buffers import KV_TYPES
 from hotcold.runtime.errors import HotcoldError
-from hotcold.runtime.program import KV_TYPES
 
 DEFAULT_LLAMA = Path.home() / ".cache" / "hotcold" / "llama.cpp"  # where get_llama_cpp.sh leaves it
 

@@ -15,9 +15,9 @@ from one_op import same_bits
 from small_models import Spec, all_of, write_model
 from test_modes import with_predictors
 
+from hotcold.runtime.buffers import FEW_TOKENS
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
-from hotcold.runtime.program import FEW_TOKENS
 
 TOKENS = [(7 * i + i * i) % 101 for i in range(40)]
 SIZES = (3, 1, 8, 5, 2, 7, 6, 4)  # 36 tokens in pieces

@@ -176,6 +176,14 @@ def test_memory_that_goes_while_loading_is_an_error_and_all_is_given_back(path: 
     gpu.close()
 
 
+def test_options_that_cannot_be_are_told_at_once() -> None:
+    for wrong, said in ((dict(executor="fast"), "executor 'fast' is unknown"), (dict(layers="2"), "whole number"),
+                        (dict(vram_budget="8GiB"), "whole number"), (dict(gpu="off", vram_budget=1 << 30), "--gpu off"),
+                        (dict(gpu="off", layers=3), "--gpu off")):  # fmt: skip
+        with pytest.raises(HotcoldError, match=said):
+            GpuOptions(**wrong)  # type: ignore[arg-type]
+
+
 def test_without_a_gpu_the_reason_is_told_and_required_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(ordinal: int = 0) -> Any:
         raise device.DeviceUnavailable("no driver; install one")

@@ -12,12 +12,13 @@ from gguf import GGMLQuantizationType as Type
 from small_models import Spec, all_of, write_model
 from test_modes import with_predictors
 
+from hotcold.runtime.buffers import Buffers
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.gpu.placement import GpuPlacement, LayerPlacement, last_layers
 from hotcold.runtime.plan import Op, Plan, make_plan, prerequisites, readings
-from hotcold.runtime.program import Buffers, lower
+from hotcold.runtime.program import lower
 from hotcold.runtime.weights import load_weights
 
 F16 = all_of(Type.F16)

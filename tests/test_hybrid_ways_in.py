@@ -21,8 +21,8 @@ from hotcold.runtime import Model
 from hotcold.runtime.arguments import add_gpu_options, budget, gpu_options
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gpu import choose, device
-from hotcold.runtime.gpu.choose import GpuOptions
-from hotcold.runtime.gpu.engine import EXECUTORS, HybridEngine
+from hotcold.runtime.gpu.choose import EXECUTORS, GpuOptions
+from hotcold.runtime.gpu.engine import HybridEngine
 from hotcold.runtime.gpu.placement import last_layers
 
 pytestmark = pytest.mark.skipif(not compiler()[0], reason="no C++ compiler")

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from hotcold.runtime import lookup
 from hotcold.runtime.api import Model
+from hotcold.runtime.buffers import FEW_TOKENS
 from hotcold.runtime.cli import main
 from hotcold.runtime.console import TextOut
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.generate import GenerationStats, Session
 from hotcold.runtime.lookup import LONGEST, MAX_DRAFT, NGRAMS, DraftPolicy, Lookup, TokenIndex, draft_limit
-from hotcold.runtime.program import FEW_TOKENS
 from hotcold.runtime.repl import Repl, ReplOptions
 from hotcold.runtime.sampling import Sampler, SamplingParams
 

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from one_op import config as small_config
 from small_models import Spec, all_of, write_model
 
+from hotcold.runtime.buffers import Buffers
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.plan import Op, Plan, choose_sparsity, make_plan
-from hotcold.runtime.program import Buffers, Lowering, lower
+from hotcold.runtime.program import Lowering, lower
 from hotcold.runtime.weights import load_weights
 
 SPECS = {

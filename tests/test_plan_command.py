@@ -90,6 +90,7 @@ def test_a_plan_that_is_named(plan: Run) -> None:
     found = json.loads(plan("--vram-budget", "1GiB", "--gpu-plan", "layers", "--gpu-layers", "2", "--json")[1])
     assert found["chosen"] == "layers" and [layer["on_gpu"] for layer in found["layers"]] == [False] * 3 + [True] * 2
     assert json.loads(plan("--gpu-layers", "1", "--json")[1])["chosen"] == "layers"
+    assert all(layer["on_gpu"] for layer in json.loads(plan("-ngl", "99", "--json")[1])["layers"])
     assert json.loads(plan("--json")[1])["budget"] == CARD.vram, "auto: the whole card"
     code, out, err = plan("--gpu-plan", "predict")
     assert code == 1 and not out and "--gpu-plan predict: sparsity predict: no layer has a predictor" in err

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MODES = ("auto", "off", "required")
 PLANS = ("auto", *KINDS)
+EXECUTORS = ("graph", "stream")
 RESERVE = 256 << 20  # bytes of VRAM left to others by an automatic budget
 TRIES = 4  # of a smaller plan, where others take memory meanwhile
 
@@ -72,6 +73,13 @@ class GpuOptions:
             raise HotcoldError(f"gpu {self.gpu!r} is unknown, choose from {', '.join(MODES)}")
         if self.plan not in PLANS:
             raise HotcoldError(f"GPU plan {self.plan!r} is unknown, choose from {', '.join(PLANS)}")
+        if self.executor not in EXECUTORS:
+            raise HotcoldError(f"executor {self.executor!r} is unknown, choose from {', '.join(EXECUTORS)}")
+        for what, value in (("layers", self.layers), ("vram_budget", self.vram_budget)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise HotcoldError(f"{what} must be a whole number or None, got {value!r}")
+        if self.gpu == "off" and (self.vram_budget is not None or self.plan != "auto" or self.layers):
+            raise HotcoldError("--gpu off leaves nothing for --vram-budget, --gpu-plan or --gpu-layers to do")
         if self.layers is not None and self.layers < 0:
             raise HotcoldError(f"--gpu-layers {self.layers}: must be 0 or more")
         if self.layers == 0 and self.gpu == "required":

@@ -39,7 +39,6 @@ from hotcold.runtime.plan import Plan
 from hotcold.runtime.stats import LayerStats
 from hotcold.runtime.weights import Weights
 
-EXECUTORS = ("graph", "stream")
 PATIENCE = 20.0  # seconds that one side waits for the other within a token
 
 
@@ -55,8 +54,6 @@ class HybridEngine(Engine):
         computed in blocks; None: measured, where it costs something. trace: a file for a timeline. Raises HotcoldError
         where VRAM is missing."""
         assert plan.placement is not None
-        if executor not in EXECUTORS:
-            raise HotcoldError(f"executor {executor!r} is unknown, choose from {', '.join(EXECUTORS)}")
         self.device, self.placement, self._patience = device, plan.placement, patience
         self._owns_device = owns_device
         self._mailbox = Mailbox(config, device.pinned)

@@ -289,8 +289,19 @@ def _scaled(part):
     return scaled
 
 
+def _last_block(sums):
+    """Where the number of a row's blocks is odd."""
+
+    @njit(inline="always")
+    def last(a, q, m, d, s):
+        return fma(sums(a, q, m), vmul(splat(load_f16(a)), d), s)
+
+    return last
+
+
 def _zero_point_dot(sums, size):
     """Rows of blocks {f16 scale, values}, whose zero point is part of what the integer sums start at."""
+    last = _last_block(sums)
 
     @njit
     def dot4(a0, a1, a2, a3, p0, p1, p2, p3, n, xb):
@@ -324,10 +335,7 @@ def _zero_point_dot(sums, size):
             a3 += 2 * size
         if n % 64:
             q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
-            s0 = fma(sums(a0, q, m), vmul(splat(load_f16(a0)), d), s0)
-            s1 = fma(sums(a1, q, m), vmul(splat(load_f16(a1)), d), s1)
-            s2 = fma(sums(a2, q, m), vmul(splat(load_f16(a2)), d), s2)
-            s3 = fma(sums(a3, q, m), vmul(splat(load_f16(a3)), d), s3)
+            s0, s1, s2, s3 = last(a0, q, m, d, s0), last(a1, q, m, d, s1), last(a2, q, m, d, s2), last(a3, q, m, d, s3)
         return hsum(vadd(s0, t0)), hsum(vadd(s1, t1)), hsum(vadd(s2, t2)), hsum(vadd(s3, t3))
 
     return dot4
@@ -338,6 +346,7 @@ def _pair_dot(products, sums, size, zero):
 
     products: of two blocks; sums: of one, the zero point subtracted; zero: the zero point that products leave in.
     """
+    last = _last_block(sums)
 
     @njit
     def dot4(a0, a1, a2, a3, p0, p1, p2, p3, n, xb):
@@ -365,10 +374,7 @@ def _pair_dot(products, sums, size, zero):
             a3 += 2 * size
         if n % 64:
             q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
-            s0 = fma(sums(a0, q, m), vmul(splat(load_f16(a0)), d), s0)
-            s1 = fma(sums(a1, q, m), vmul(splat(load_f16(a1)), d), s1)
-            s2 = fma(sums(a2, q, m), vmul(splat(load_f16(a2)), d), s2)
-            s3 = fma(sums(a3, q, m), vmul(splat(load_f16(a3)), d), s3)
+            s0, s1, s2, s3 = last(a0, q, m, d, s0), last(a1, q, m, d, s1), last(a2, q, m, d, s2), last(a3, q, m, d, s3)
         y = add_halves(lows)
         return hsum(s0) - zero * y[0], hsum(s1) - zero * y[1], hsum(s2) - zero * y[2], hsum(s3) - zero * y[3]
 

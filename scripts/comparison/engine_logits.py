@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hotcold.runtime.buffers import KV_TYPES
 from hotcold.runtime.engine import Engine
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.plan import SPARSITY_MODES
-from hotcold.runtime.program import KV_TYPES
 
 
 def logits(args: argparse.Namespace) -> None:

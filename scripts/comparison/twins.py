@@ -15,12 +15,12 @@ from pathlib import Path
 import hotcold.convert
 from comparison.settings import HOTCOLD, say
 from hotcold.placement.doctor import model_reads
+from hotcold.runtime.buffers import KV_TYPES
 from hotcold.runtime.config import ModelConfig
 from hotcold.runtime.errors import HotcoldError
 from hotcold.runtime.gguf_file import open_gguf
 from hotcold.runtime.kernels.formats import row_bytes
 from hotcold.runtime.plan import choose_sparsity
-from hotcold.runtime.program import KV_TYPES
 from hotcold.runtime.schema import KEY_ACTIVATION, KEY_VERSION
 
 RELU_AS_SILU = 10  # gate * 2^10: SiLU becomes ReLU to within a few 1e-4 in F16
