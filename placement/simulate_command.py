@@ -209,6 +209,8 @@ def _activations(args: argparse.Namespace, file: GGUFFile, config: ModelConfig, 
     tokens = min(args.tokens or TOKENS, MAX_TOKENS)
     if args.trace is not None:
         found = load_activations(args.trace, file, config)
+        if args.tokens is not None and args.tokens > found.n_tokens:
+            note(f"--tokens {args.tokens}: {safe_text(str(args.trace))} holds {found.n_tokens}, all are replayed")
         return found if args.tokens is None else _first(found, args.tokens)
     if args.save_trace is not None and args.save_trace.exists():
         raise HotcoldError(f"{safe_text(str(args.save_trace))}: exists already: choose another name, or replay it with "

@@ -301,7 +301,8 @@ def test_the_command_compares_plans_and_keeps_tokens(
     code, out, err = run(*options, "--trace-text", tmp_path / "t.txt", "--tokens", "24", "--save-trace", kept)
     assert code == 0 and out.startswith("Simulated, not measured: measured on 24 tokens of t.txt, context 32"), err
     assert out.count("times llama.cpp") == 2 and "RTX 2080 Ti" in out and kept.exists()
-    code, again, _ = run(*options, "--trace", kept)
+    code, again, err = run(*options, "--trace", kept, "--tokens", "99")
+    assert f"--tokens 99: {kept} holds 24, all are replayed" in " ".join(err.split())
     assert code == 0 and again.splitlines()[2:] == out.splitlines()[2:]
     code, text, _ = run(*options, "--trace", kept, "--json", "--vram-budget", "40MiB", "--vram-budget", "auto",
                         "--tokens", "8")  # fmt: skip

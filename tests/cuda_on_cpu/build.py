@@ -59,7 +59,7 @@ class Library:
 
     def __init__(self, source: str, asan: bool = False) -> None:
         self.signatures = signatures(source)
-        self._library = ctypes.CDLL(str(_built(source, tuple(self.signatures), asan)))
+        self._library = ctypes.CDLL(str(built(source, tuple(self.signatures), asan)))
 
     def run(self, kernel: str, grid: Sequence[int], block: Sequence[int], args: Sequence[object], shared: int,
             schedule: int) -> str:  # fmt: skip
@@ -82,7 +82,8 @@ class Library:
         return self.signatures[kernel]
 
 
-def _built(source: str, kernels: Sequence[str], asan: bool) -> Path:
+def built(source: str, kernels: Sequence[str], asan: bool) -> Path:
+    """-> the library of a source and its kernels, compiled unless it is in the cache. Raises RuntimeError."""
     command, version = compiler()
     if not command:
         raise RuntimeError("no C++ compiler: install g++ or set CXX")
