@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hotcold.runtime.gpu.choose import GpuOptions, Wanted
-    from hotcold.runtime.gpu.placement import GpuPlacement
+    from hotcold.runtime.gpu.choose import GpuOptions, Place
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -79,7 +77,7 @@ def add_gpu_options(group: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-def gpu_options(args: argparse.Namespace, place: Callable[[Wanted], GpuPlacement] | None = None) -> GpuOptions:
+def gpu_options(args: argparse.Namespace, place: Place | None = None) -> GpuOptions:
     """What was typed. Raises HotcoldError for options that contradict each other."""
     from hotcold.runtime.gpu.choose import GpuOptions
 

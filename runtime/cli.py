@@ -368,7 +368,7 @@ def _say_computed(repl: Repl) -> None:
         note(f"neurons computed: {share_line(layers)}")
 
 
-def _place(wanted: Wanted) -> GpuPlacement:
+def _place(wanted: Wanted) -> tuple[GpuPlacement, str]:
     """Runtime knows nothing of placement; here it is asked for it, if there is a GPU."""
     from hotcold.placement.choose import placer
     from hotcold.runtime.console import note

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from small_models import Spec, all_of, write_model
 from test_plan_vram import CARD, HALF, SPECS, counted, frequencies, small_buffers  # noqa: F401 (a fixture)
 
-from hotcold.placement.choose import candidates, choose_placement, pick, placer
+from hotcold.placement.choose import candidates, choose_placement, pick, placer, solve_budget
 from hotcold.placement.hardware import PRESETS, Hardware
 from hotcold.placement.identity import model_id
 from hotcold.placement.memory import LayerBytes, ModelBytes, model_bytes
@@ -166,6 +166,43 @@ def test_every_plan_keeps_the_budget_and_more_is_never_slower() -> None:
             before[c.kind] = c.placement.t_token
 
 
+# Chosen rows are read at a twentieth of the speed of whole matrices: what fires costs more than what is skipped gains.
+SCATTERED = dataclasses.replace(CARD, gpu_sparse_efficiency=0.04, cpu_sparse_efficiency=0.04)
+
+
+def test_dense_where_it_is_faster_and_why(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same in every command: `plan`, `run`, and what `place` keeps."""
+    choice = choose(path, CARD.vram, SCATTERED, every=True)
+    assert (choice.gpu.kind, choice.sparsity) == ("all", "dense")
+    exact = choose(path, CARD.vram, SCATTERED, sparsity="exact")
+    assert exact.sparsity == "exact" and exact.placement.t_token > choice.placement.t_token
+    (why,) = (note for note in choice.notes if note.startswith("dense instead of sparse: "))
+    assert f"{choice.placement.tokens_per_second:.1f} tokens/s are expected" in why
+    assert {c.kind: c.placement.sparsity for c in choice.candidates if c.placement is not None} == {
+        "all": "dense", "keys": "exact", "layers": "dense", "cpu": "exact",  # the CPU alone asks no solver
+    }  # fmt: skip
+    assert choose(path, CARD.vram, SCATTERED, n_layers=5).sparsity == "exact"  # nor does a number of layers
+
+    told: list[str] = []
+    monkeypatch.setattr("hotcold.placement.machine.machine_hardware", lambda say: SCATTERED)
+    device: Any = SimpleNamespace(context_bytes=CARD.gpu_context)
+    with open_gguf(path) as file:
+        config = ModelConfig.from_gguf(file)
+        wanted = Wanted(file, config, load_weights(file, config), "auto", "auto", CARD.vram, N_CTX, N_CTX, device)
+        assert placer(told.append)(wanted) == (choice.gpu, "dense")
+        assert f"GPU: {why}" in told
+        model = read_model(file, config, N_CTX, frequencies(file, config))
+        kept = solve_budget(model, SCATTERED, CARD.vram, "all", objective="time")
+        identity = model_id(file, config)
+    assert kept.sparsity == "dense" and kept.notes[0] == why
+    rewrite(path, tmp_path / "placed.gguf", metadata=placement_metadata(identity, [kept]))
+    own = choose(tmp_path / "placed.gguf", CARD.vram, SCATTERED)
+    assert own.sparsity == "dense" and not own.candidates
+    assert own.why == ("plan all: the file's own placement for this budget, dense instead of sparse: hotcold place "
+                       "found that to be faster")  # fmt: skip
+    assert choose(tmp_path / "placed.gguf", CARD.vram, SCATTERED, sparsity="exact").sparsity == "exact"
+
+
 def test_a_large_model_is_solved_while_one_waits() -> None:
     model = large(80, 28672, 8192)
     began = time.perf_counter()
@@ -203,8 +240,9 @@ def test_the_engine_is_handed_a_placement(path: Path, monkeypatch: pytest.Monkey
         weights = load_weights(file, config)
         for sparsity, kind in (("exact", "auto"), ("dense", "layers")):
             wanted = Wanted(file, config, weights, sparsity, kind, 12 << 20, N_CTX, N_CTX, device)
-            placement = placer(told.append)(wanted)
-            plan = make_plan(config, weights, sparsity, placement)
+            placement, mode = placer(told.append)(wanted)
+            assert mode == sparsity
+            plan = make_plan(config, weights, mode, placement)
             assert plan.placement == placement and vram(plan, N_CTX, N_CTX, 3 << 20).total <= 12 << 20
         with pytest.raises(HotcoldError, match="--gpu-plan keys: not for --sparsity dense"):
             placer(told.append)(Wanted(file, config, weights, "dense", "keys", 9 << 20, N_CTX, N_CTX, device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cuda_on_cpu.build import compiler
 from cuda_on_cpu.sim_device import SimDevice
@@ -112,10 +113,10 @@ def test_a_solver_is_asked_for_the_budget_and_again_where_its_sizes_are_off(path
     config = config_of(path)
     need = planned(path, last_layers(config, 3, budget=0, n_ctx=64)).total
 
-    def place(wanted: Wanted) -> GpuPlacement:
+    def place(wanted: Wanted) -> tuple[GpuPlacement, str]:
         asked.append(wanted.budget)
         n = 3 if len(asked) == 1 else 1
-        return last_layers(config, n, budget=wanted.budget, n_ctx=wanted.n_ctx)
+        return last_layers(config, n, budget=wanted.budget, n_ctx=wanted.n_ctx), "exact"
 
     with opened(path, gpu, [], place=place, vram_budget=need - 1) as engine:
         one = planned(path, last_layers(config, 1, budget=0, n_ctx=64)).total
@@ -125,12 +126,42 @@ def test_a_solver_is_asked_for_the_budget_and_again_where_its_sizes_are_off(path
     gpu.close()
 
 
+def test_a_solver_may_choose_dense(path: Path) -> None:
+    """Where nothing is asked for: the plan has that mode, and says that it was chosen."""
+    gpu, notes, asked = SimDevice(), [], []
+
+    def place(wanted: Wanted) -> tuple[GpuPlacement, str]:
+        asked.append(wanted.sparsity)
+        mode = "dense" if wanted.sparsity == "auto" else wanted.sparsity
+        return last_layers(wanted.config, 3, budget=wanted.budget, n_ctx=wanted.n_ctx, kind="all"), mode
+
+    logits = {}
+    for sparsity in ("auto", "dense", "exact"):
+        with Engine.open(path, sparsity=sparsity, threads=1, n_ctx=64, notify=notes.append,
+                         gpu=GpuOptions(device=gpu, place=place)) as engine:  # fmt: skip
+            assert engine.sparsity == ("exact" if sparsity == "exact" else "dense")
+            assert sorted({op.mode for op in engine.plan.token} - {""}) == (
+                ["keys"] if sparsity == "exact" else ["dense"])  # fmt: skip
+            logits[sparsity] = engine.forward([3])
+    assert asked == ["auto", "dense", "exact"]
+    assert [note for note in notes if note.startswith("sparsity: ")] == [
+        "sparsity: dense instead of exact: faster with what is on the GPU", "sparsity: dense (asked for)",
+        "sparsity: exact (asked for)",
+    ]  # fmt: skip
+    assert (logits["auto"] == logits["dense"]).all()
+    np.testing.assert_allclose(logits["exact"], logits["dense"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(HotcoldError, match="--sparsity predict: no layer of this file has a predictor"):
+        Engine.open(path, sparsity="predict", gpu=GpuOptions(device=gpu, place=place))
+    assert len(asked) == 3  # no solver works on what cannot be
+    gpu.close()
+
+
 def test_an_automatic_budget_leaves_something_to_others(path: Path) -> None:
     gpu, asked = SimDevice(memory=1 << 30), []
 
-    def place(wanted: Wanted) -> GpuPlacement:
+    def place(wanted: Wanted) -> tuple[GpuPlacement, str]:
         asked.append(wanted.budget)
-        return last_layers(wanted.config, 3, budget=wanted.budget, n_ctx=wanted.n_ctx)
+        return last_layers(wanted.config, 3, budget=wanted.budget, n_ctx=wanted.n_ctx), "exact"
 
     with opened(path, gpu, [], place=place):
         assert asked == [(1 << 30) - RESERVE]

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ class Wanted:
     file: GGUFFile
     config: ModelConfig
     weights: Weights
-    sparsity: str  # dense, exact or predict
+    sparsity: str  # as --sparsity; auto: what is fastest of those that give the exact result
     kind: str  # one of PLANS
     budget: int  # bytes of VRAM, the driver's included
     n_ctx: int
@@ -49,7 +49,7 @@ class Wanted:
     device: Device
 
 
-Place = Callable[[Wanted], GpuPlacement]
+Place = Callable[[Wanted], tuple[GpuPlacement, str]]  # -> what is on the GPU; dense, exact or predict
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,6 @@ def _plan(
     was given and does not fit."""
     from hotcold.runtime.gpu.memory import vram
 
-    mode, _ = choose_sparsity(config, sparsity)
-
     def size(plan: Plan) -> int:
         return 0 if plan.placement is None else vram(plan, n_ctx, n_batch, device.context_bytes).total
 
@@ -249,10 +247,15 @@ def _plan(
         return plan
     if options.place is None:
         return _whole_layers(config, weights, sparsity, options, budget, n_ctx, size)
+    mode, _ = choose_sparsity(config, sparsity)  # before a solver works on one that the model cannot have
     left = budget
     for _ in range(TRIES):  # a solver's sizes may be off by little
-        wanted = Wanted(file, config, weights, mode, options.plan, left, n_ctx, n_batch, device)
-        plan = make_plan(config, weights, sparsity, options.place(wanted))
+        wanted = Wanted(file, config, weights, sparsity, options.plan, left, n_ctx, n_batch, device)
+        placement, chosen = options.place(wanted)
+        plan = make_plan(config, weights, sparsity if chosen == mode else chosen, placement)
+        if chosen != mode:  # the solver has said why
+            note = f"sparsity: {chosen} instead of {mode}: faster with what is on the GPU"
+            plan = replace(plan, notes=(note, *plan.notes[1:]))
         if size(plan) <= budget:
             return plan
         left -= size(plan) - budget

@@ -95,11 +95,11 @@ def measure(request: dict[str, Any], settings: Settings) -> dict[str, Any]:
         hardware = Hardware(**request["hardware"])
         mode = {"predict": "predict"}.get(who, "exact")
 
-        def place(wanted: Wanted) -> GpuPlacement:
+        def place(wanted: Wanted) -> tuple[GpuPlacement, str]:
             choice = choose_placement(wanted.file, wanted.config, wanted.budget, wanted.n_ctx, hardware, wanted.kind,
                                       sparsity=mode)  # fmt: skip
             expected.append(choice.placement.tokens_per_second)
-            return choice.gpu
+            return choice.gpu, choice.sparsity
 
         gpu = GpuOptions(gpu="required", vram_budget=request["budget"], plan=who, place=place, device=device)
     began = time.perf_counter()
