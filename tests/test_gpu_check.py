@@ -22,7 +22,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the scripts import each other by plain names
 
 from comparison.settings import STOCK  # noqa: E402
-from gpu_checks import kernels, llama, plans, speed  # noqa: E402
+from gpu_checks import kernels, latencies, llama, plans, speed  # noqa: E402
 from gpu_checks.boxed import run_part  # noqa: E402
 from gpu_checks.page import FILE, NO_GPU, keep, load, section  # noqa: E402
 from gpu_checks.plot import plot  # noqa: E402
@@ -181,6 +181,24 @@ def test_a_kernel_is_right_if_all_its_cases_are() -> None:
         "ok": False,
     }
     assert rows["begin"]["ok"] is True and rows["norm_token"]["ok"] is None
+
+
+# ------------------------------------------------------------------ latencies
+
+
+@pytest.mark.skipif(not compiler()[0], reason="no C++ compiler")
+def test_all_rows_of_lists_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = latencies.Bench(Settings("sim", tmp_path, tmp_path))
+    for kind in latencies.KINDS:
+        assert "10 lists, each of 3 of 32 rows" in latencies.listed_values(bench, kind)["note"]
+        assert latencies.listed_down(bench, kind)["unit"] == "GB/s"
+    m = latencies.Matrices(bench, "f16")
+    lists = [set(bench.device.download(ids)[: m.active]) for ids in m.ids]
+    assert len(set.union(*lists)) == latencies.LISTS * m.active
+    m.ones = bench.device.upload(np.zeros(m.neurons, np.float32))  # the rows after the first launch are skipped
+    monkeypatch.setattr(latencies, "Matrices", lambda bench, kind: m)
+    assert latencies.listed_values(bench, "f16")["ok"] is False
+    bench.device.close()
 
 
 # ------------------------------------------------------------------ plans

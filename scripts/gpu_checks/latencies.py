@@ -2,7 +2,9 @@
 
 In: a device. Out: an item per figure: "value" and "unit", and what it is compared with. Next: report.py.
 
-Arrays are larger than the card's cache: a matrix of the benchmark is cut into pieces that are read in turn.
+Arrays are larger than the card's cache: a matrix of the benchmark is cut into pieces that are read in turn. So are the
+rows of all lists together, though one list reads a tenth of them. Weights are random: zeros take less power, and what
+kernels make of them may be zeros whose rows the next launch need not read.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from hotcold.runtime.threads import default_threads
 
 KINDS = {"f16": 2.0, "q8_0": 1.0625, "q4_0": 0.5625}  # bytes per weight
 i32, f32 = np.int32, np.float32
-ACTIVE = 0.1  # of the neurons, in lists
+LISTS = 10  # of neurons, each of a tenth of them
 
 
 class Bench:
@@ -245,27 +247,43 @@ class Matrices:
         self.kind, self.rows, self.cols = kind, *bench.shape
         self.n_bytes = int(self.rows * self.cols * KINDS[kind])
         self.n = max(2, min(64, bench.array // self.n_bytes))
-        dtype, per_byte = {"f16": (np.float16, 1), "q8_0": (np.int8, 1), "q4_0": (np.uint8, 2)}[kind]
-        q: np.ndarray = np.zeros((self.rows, self.cols // per_byte), dtype)
+        q = random_weights(rng, kind, self.rows, self.cols)
         scales = np.ones((self.rows, self.cols // 32), np.float16)
         self.q = [device.upload(q) for _ in range(self.n)]
         self.d = [None if kind == "f16" else device.upload(scales) for _ in range(self.n)]
-        x = rng.standard_normal(self.cols).astype(np.float32)
-        blocks = kind != "f16"
-        self.vector = (None if blocks else device.upload(x),
-                       device.upload(np.ones(self.cols, np.int8)) if blocks else None,
-                       device.upload(np.ones(self.cols // 32, np.float32)) if blocks else None)  # fmt: skip
-        # As a list of an FFN: up and down rows in turn, a tenth of the neurons.
+        self.vector = self.vector_of(bench, rng.standard_normal(self.cols).astype(np.float32))
+        # As lists of an FFN: up and down rows in turn.
         self.neurons = self.rows // 2
-        active = np.sort(rng.permutation(self.neurons)[: max(1, int(ACTIVE * self.neurons))]).astype(np.int32)
-        self.active = len(active)
-        self.ids = device.upload(np.concatenate([active, np.zeros(self.neurons - len(active), np.int32)]))
-        self.count = device.upload(np.array([len(active)], np.int32))
+        self.active = max(1, self.neurons // LISTS)
+        order, rest = rng.permutation(self.neurons).astype(np.int32), np.zeros(self.neurons - self.active, np.int32)
+        lists = [np.sort(order[i * self.active : (i + 1) * self.active]) for i in range(LISTS)]
+        self.ids = [device.upload(np.concatenate([ids, rest])) for ids in lists]
+        self.count = device.upload(np.array([self.active], np.int32))
+        self.ones = device.upload(np.ones(self.neurons, np.float32))
         self.vals = device.upload(np.ones(self.neurons, np.float32))
+
+    def vector_of(self, bench: Bench, x: np.ndarray) -> tuple[Any, Any, Any]:
+        """x, or act blocks of about its size, whichever the format meets."""
+        if self.kind == "f16":
+            return bench.device.upload(x), None, None
+        scales = np.abs(x).reshape(-1, 32).max(axis=1) / np.float32(127)
+        return None, bench.device.upload(np.ones(self.cols, np.int8)), bench.device.upload(scales)
 
     def down(self, k: int) -> tuple[Any, Any]:
         d = self.d[k]
         return self.q[k][1:], None if d is None else d[1:]
+
+    def speed_of_lists(self, seconds: float) -> Payload:
+        n_bytes = self.n * LISTS * self.active * self.cols * KINDS[self.kind]
+        return speed(n_bytes, seconds, f"{LISTS} lists, each of {self.active} of {self.neurons} rows")
+
+
+def random_weights(rng: np.random.Generator, kind: str, rows: int, cols: int) -> np.ndarray:
+    if kind == "f16":
+        return rng.standard_normal((rows, cols), np.float32).astype(np.float16)
+    if kind == "q8_0":
+        return rng.integers(-127, 128, (rows, cols), np.int8)
+    return rng.integers(0, 256, (rows, cols // 2), np.uint8)
 
 
 def matvec(bench: Bench, kind: str) -> Payload:
@@ -281,17 +299,22 @@ def matvec(bench: Bench, kind: str) -> Payload:
 
 
 def listed_values(bench: Bench, kind: str) -> Payload:
+    """Each value times its up row: rows of values that are 0 are not read, so every row must make 1 of 1."""
     m, kernel = Matrices(bench, kind), bench.kernel(f"neuron_values_{kind}")
     made = launch.neuron_values(kind, m.neurons, m.cols, bench.device.multiprocessors)
+    zeros = m.vector_of(bench, np.zeros(m.cols, np.float32))
 
     def all_of_them() -> None:
-        for q, d in zip(m.q, m.d, strict=True):
-            args = (None, None, q, d, *m.vector, None, None, m.ids, m.count, m.vals, i32(m.neurons), i32(m.cols),
-                    i32(2), i32(0), i32(0), f32(0))  # fmt: skip
-            kernel(made.grid, made.block, args, shared_mem=made.shared, stream=bench.stream)
+        for ids in m.ids:
+            for q, d in zip(m.q, m.d, strict=True):
+                args = (None, None, q, d, *zeros, None, m.ones, ids, m.count, m.vals, i32(m.neurons), i32(m.cols),
+                        i32(2), i32(0), i32(0), f32(0))  # fmt: skip
+                kernel(made.grid, made.block, args, shared_mem=made.shared, stream=bench.stream)
 
-    n_bytes = m.n * m.active * m.cols * KINDS[kind]
-    return speed(n_bytes, bench.graph_seconds(all_of_them), f"{m.active} of {m.neurons} rows")
+    seconds = bench.graph_seconds(all_of_them)
+    if np.any(bench.device.download(m.vals) != 1):
+        return {"ok": False, "note": "values are not 1 any more: rows may not have been read"}
+    return m.speed_of_lists(seconds)
 
 
 def listed_down(bench: Bench, kind: str) -> Payload:
@@ -300,12 +323,12 @@ def listed_down(bench: Bench, kind: str) -> Payload:
     part, made = bench.device.empty((slices, m.cols), np.float32), launch.axpy_down(kind, m.cols, slices)
 
     def all_of_them() -> None:
-        for k in range(m.n):
-            args = (*m.down(k), m.ids, m.vals, m.count, part, i32(m.neurons), i32(m.cols), i32(2))
-            kernel(made.grid, made.block, args, shared_mem=made.shared, stream=bench.stream)
+        for ids in m.ids:
+            for k in range(m.n):
+                args = (*m.down(k), ids, m.vals, m.count, part, i32(m.neurons), i32(m.cols), i32(2))
+                kernel(made.grid, made.block, args, shared_mem=made.shared, stream=bench.stream)
 
-    n_bytes = m.n * m.active * m.cols * KINDS[kind]
-    return speed(n_bytes, bench.graph_seconds(all_of_them), f"{m.active} of {m.neurons} rows")
+    return m.speed_of_lists(bench.graph_seconds(all_of_them))
 
 
 # ------------------------------------------------------------------ prompts
@@ -324,7 +347,7 @@ def operations(m: tuple[int, int], tokens: int, seconds: float) -> Payload:
 
 def product(bench: Bench, kind: str) -> Payload:
     m, n, device = Matrices(bench, kind), bench.tokens, bench.device
-    x = device.upload(np.ones((n, m.cols), np.float32))
+    x = device.upload(np.random.default_rng(2).standard_normal((n, m.cols), np.float32))
     act = Act(device.upload(np.ones((n, m.cols), np.int8)), device.upload(np.ones((n, m.cols // 32), np.float32)))
     y = device.empty((n, m.rows), np.float32)
     made = launch_block.matmul(OneMatrix(m), whole(x, m.cols), act, n, whole(y, m.rows))
@@ -335,7 +358,8 @@ def product(bench: Bench, kind: str) -> Payload:
 
 def library_product(bench: Bench) -> Payload:
     (rows, cols), n, device = bench.shape, bench.tokens, bench.device
-    a, b = (device.upload(np.zeros((k, cols), np.float16)) for k in (n, rows))
+    rng = np.random.default_rng(1)
+    a, b = (device.upload(random_weights(rng, "f16", k, cols)) for k in (n, rows))
     c = device.empty((n, rows), np.float32)
     return operations(bench.shape, n, bench.seconds(lambda: device.gemm(a, b, c, bench.stream)))
 
