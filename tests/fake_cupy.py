@@ -7,6 +7,7 @@ types of its compiled functions), with the failures of CUDA that tests ask for. 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import threading
 from pathlib import Path
@@ -37,6 +38,7 @@ def at(address: int, n: int) -> np.ndarray:
 class Runtime:
     hostAllocMapped, hostAllocPortable, memcpyHostToDevice, memcpyDeviceToHost = 2, 1, 1, 2
     is_hip = False
+    CODE = 3 << 20  # bytes that a loaded module takes
 
     def __init__(self, cards: list[dict[str, Any]]) -> None:
         self.cards, self.total, self.live = cards, 1 << 30, {}  # type: ignore[var-annotated]
@@ -46,6 +48,7 @@ class Runtime:
         self.streams: dict[int, SimStream] = {}  # by address; of captures: what is kept
         self.jitter, self.error = 0.0, None  # what SimStream asks of its device
         self.current = 0
+        self.code: dict[tuple[int, str], Library] = {}  # by card and path; nothing unloads it
 
     def _may(self, call: str) -> None:
         self.log.append(call)
@@ -69,7 +72,8 @@ class Runtime:
         return self.cuda
 
     def memGetInfo(self) -> tuple[int, int]:
-        return self.total - sum(n for n, _ in self.live.values()), self.total
+        code = self.CODE * sum(card == self.current for card, _ in self.code)
+        return self.total - code - sum(n for n, _ in self.live.values()), self.total
 
     def malloc(self, n: int) -> int:
         self._may("malloc")
@@ -218,7 +222,10 @@ def fake_cupy(cards: list[dict[str, Any]] | None = None) -> Any:
     class RawModule:
         def __init__(self, *, path: str) -> None:
             runtime._may("RawModule")
-            self.library = Library(Path(path).read_text())
+            key = runtime.current, path  # CuPy loads a file once per card, for the whole process
+            if key not in runtime.code:
+                runtime.code[key] = Library(Path(path).read_text())
+            self.library = runtime.code[key]
 
         def get_function(self, name: str) -> SimpleNamespace:
             def function(grid: Any, block: Any, args: Any, shared: int, stream: Stream) -> None:
@@ -278,7 +285,8 @@ def use_fake(monkeypatch: pytest.MonkeyPatch, folder: Path, cards: list[dict[str
     monkeypatch.setattr(nvrtc, "binding", lambda: (module, ""))
     monkeypatch.setattr(nvrtc, "include_folders", lambda: [str(folder)])
     monkeypatch.setattr(cublas, "_binding", lambda: module.blas)
-    used = iter([100 << 20, 164 << 20, 164 << 20, 164 << 20])
+    used = itertools.chain([100 << 20], itertools.repeat(164 << 20))
     monkeypatch.setattr(nvml, "used_bytes", lambda pci: next(used))
-    monkeypatch.setattr("hotcold.runtime.gpu.cupy_device._contexts", {})
+    for name in ("_contexts", "_code"):
+        monkeypatch.setattr(f"hotcold.runtime.gpu.cupy_device.{name}", {})
     return module

@@ -15,7 +15,7 @@ from cuda_on_cpu.build import compiler
 from fake_cupy import FakeCudaError, use_fake
 from hybrid import config_of, hybrid, shares, steps
 
-from hotcold.runtime.gpu import cublas, nvml, nvrtc
+from hotcold.runtime.gpu import cublas, cupy_device, nvml, nvrtc
 from hotcold.runtime.gpu.cupy_device import CupyDevice
 from hotcold.runtime.gpu.device import (
     Device,
@@ -128,6 +128,29 @@ def test_context_that_the_driver_does_not_tell(cupy: Any, monkeypatch: pytest.Mo
     assert open_device().context_bytes == 100 << 20  # no more than what is missing of the card's memory
     cupy.runtime.live[1] = 900 << 20, None
     assert open_device(0).context_bytes == 100 << 20  # a second device finds the context made
+
+
+@needs_compiler
+@pytest.mark.parametrize("at_once", [False, True])
+def test_code_counts_on_every_device_of_a_process(cupy: Any, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """CuPy loads it once and keeps it: a second device sees no memory go, and it is taken all the same."""
+    cupy.runtime.live[1] = 64 << 20, None  # the context
+    first, found = open_device(), []
+    for device in (first, open_device()) if at_once else (first, None):
+        if device is None:
+            first.close()
+            device = open_device()
+        before = device.context_bytes, device.memory()[0]
+        device.module(ADD)
+        device.module(ADD)
+        found.append((device.context_bytes - before[0], before[1] - device.memory()[0]))
+    code, graphs = cupy.runtime.CODE, cupy_device._GRAPHS
+    assert found == [(code + graphs, code), (code + graphs, 0)]
+    device.module(ADD + "\n")
+    assert device.context_bytes == before[0] + 2 * code + graphs and len(cupy.runtime.code) == 2
+    assert device.memory()[0] == (1 << 30) - (64 << 20) - 2 * code  # what it says it takes, but for the graphs to come
+    device.close()
+    assert device.memory()[0] == (1 << 30) - (64 << 20) - 2 * code  # stays with the process
 
 
 def test_no_management_library() -> None:

@@ -29,7 +29,10 @@ _GRAPHS = 8 << 20  # bytes kept for the graphs of a token, some thousand nodes: 
 _FAILURES = (RuntimeError, MemoryError)  # what CuPy's exceptions derive from
 _NULL = np.uint64(0)  # for None, CuPy's launch gives the driver no value, and the kernel gets an address that is none
 
-_contexts: dict[int, int] = {}  # card -> bytes of this process's context, which stays until the process ends
+# What stays until the process ends, whichever device brought it: bytes of a card's context, and of the code that CuPy
+# keeps loaded on it, by file. A later device finds both there, where it could no longer measure them.
+_contexts: dict[int, int] = {}
+_code: dict[tuple[int, str], int] = {}
 
 
 class _Block:
@@ -71,7 +74,6 @@ class CupyDevice:
         self._cublas: Cublas | None = None
         self._capturing = False
         self._modules: dict[str, Callable[[str], Kernel]] = {}  # by source
-        self._raw_modules: list[Any] = []
         try:
             self.context_bytes = _contexts.setdefault(ordinal, self._make_context(ordinal))
         except _FAILURES as e:
@@ -120,7 +122,6 @@ class CupyDevice:
         self._use()
         try:
             module = self._cupy.RawModule(path=str(code))
-            self._raw_modules.append(module)
             for name in signatures(source):
                 table[name] = self._kernel(module, name, source)
         except _FAILURES as e:
@@ -131,7 +132,8 @@ class CupyDevice:
                 raise DeviceError(f"kernel {name}: not in this module")
             return table[name]
 
-        self.context_bytes += max(0, free - self.memory()[0])  # code, and what its threads may need
+        taken = max(0, free - self.memory()[0])  # code, and what its threads may need
+        self.context_bytes += _code.setdefault((self._device.id, str(code)), taken)
         self._modules[source] = get
         return get
 
@@ -332,7 +334,8 @@ class CupyDevice:
         return self._cupy
 
     def close(self) -> None:
-        """Pinned memory stays for those who still have an array of it: the CPU's workers may be reading."""
+        """Context and code stay with the process, and pinned memory with those who still have an array of it: the
+        CPU's workers may be reading."""
         self._use()
         with contextlib.suppress(*_FAILURES):  # a device that failed has nothing to wait for
             self._runtime.deviceSynchronize()
@@ -344,6 +347,5 @@ class CupyDevice:
                 self._cublas.close()
             self._cublas = None
         self._modules.clear()
-        self._raw_modules.clear()
         self._pinned.clear()
 

@@ -136,7 +136,7 @@ class Device(Protocol):
         """An array package of NumPy's interface on this device, for training; its memory is its own business."""
 
     def close(self) -> None:
-        """Give the device's memory back; every array, stream and graph of it is void."""
+        """Give the memory of all arrays back; every array, stream and graph is void. Context and code may stay."""
 
 
 def open_device(ordinal: int | None = None) -> Device:
