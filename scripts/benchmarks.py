@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarking.figures import FIGURES, Figure, by_name
 from benchmarking.page import write_page
-from benchmarking.runs import ANYWHERE, Options, load, make_model, run_figure, sized, this_machine
+from benchmarking.runs import ANYWHERE, RESULTS, Options, load, make_model, run_figure, sized, this_machine
 from benchmarking.summary import Machines
 from comparison.settings import say
 from gpu_checks.page import load as load_gpus
@@ -29,7 +29,6 @@ from hotcold.runtime.errors import HotcoldError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 MODELS = Path.home() / ".cache" / "hotcold" / "benchmarks"
-RESULTS = CHECKOUT / "scripts" / "benchmarking" / "results"  # of all machines, in git
 REPS, QUICK_REPS = 5, 3
 
 
@@ -77,7 +76,8 @@ def list_figures(results: Path) -> None:
         if figure.source:
             state = f"from {', '.join(figure.source)}"
         else:
-            state = f"{len(load(results, figure)['jobs'])} of {len(figure.jobs)} runs measured"
+            measured = load(results, figure)["jobs"]
+            state = f"{sum(job.key in measured for job in figure.jobs)} of {len(figure.jobs)} runs measured"
         print(f"{figure.name:15} {figure.title}: {state}")
 
 

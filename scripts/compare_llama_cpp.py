@@ -137,7 +137,7 @@ def parse_args() -> argparse.Namespace:
     group.add_argument("--depth", type=whole, default=default.depth, help="tokens in the context before either")
     group.add_argument("--kv-type", choices=list(KV_TYPES), default=default.kv_type)
     group.add_argument("--repack", choices=list(REPACK), default=default.repack, help="llama.cpp's weights repacked")
-    group.add_argument("--no-mmap", action="store_true", help="hotcold reads the file instead of mapping it")
+    group.add_argument("--no-mmap", dest="mmap", action="store_false", help="both read their file into memory")
     group.add_argument("--modes", type=lambda text: text.split(","), default=default.modes,
                        help="as in dense,exact,predict")
     group.add_argument("--quality-tokens", type=whole, default=default.quality_tokens, help="0: no quality")
@@ -185,15 +185,14 @@ def main() -> int:
     common = {
         name: getattr(args, name)
         for name in ("threads", "prompt_tokens", "gen_tokens", "depth", "kv_type", "repack", "reps", "modes",
-                     "bandwidth", "quality_tokens", "noise", "wait", "timeout")
+                     "mmap", "bandwidth", "quality_tokens", "noise", "wait", "timeout")
     }  # fmt: skip
     text = None if str(args.text) == "random" else Path(args.text)
     results: list[dict[str, Any]] = []
     try:
         try:
             for model in args.models:
-                settings = Settings(text=text, baseline_lib=args.quality_baseline, **common, **find_llama(args),
-                                    our_options=["--no-mmap"] if args.no_mmap else [])  # fmt: skip
+                settings = Settings(text=text, baseline_lib=args.quality_baseline, **common, **find_llama(args))
                 results.append(compare(settings, model, args))
                 print(report(results[-1]), flush=True)
         finally:

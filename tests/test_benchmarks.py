@@ -19,7 +19,7 @@ import make_synthetic  # noqa: E402
 from benchmarking import runs  # noqa: E402
 from benchmarking.figures import FIGURES, Model, by_name  # noqa: E402
 from benchmarking.page import remarks, write_page  # noqa: E402
-from benchmarking.runs import Options, load, run_figure, save, sized  # noqa: E402
+from benchmarking.runs import Options, file_of, load, run_figure, save, sized  # noqa: E402
 from benchmarking.summary import fit  # noqa: E402
 from comparison.bursts import Burst  # noqa: E402
 
@@ -94,12 +94,12 @@ def test_page_tells_what_was_reached_and_keeps_remarks():
            "<!-- remarks exact-gated there -->\nno<!-- end --> <!-- remarks predict here -->\nno<!-- end -->")
     page = page_of(NOTHING | measured("exact-gated", compared(2.0), compared(1.7, share=0.8)), old)
     assert "| Exact, gated, 10 % of the neurons active | ratio ≥ 1.8 | 1.70 to 2.00 | 1 of 2, 2 not measured |" in page
-    assert "| Share of the bound by memory | ≥ 75% to 90% | 50% to 80% | 1 of 2, 13 not measured |" in page
+    assert "| Share of the bound by memory | ≥ 75% to 90% | 50% to 80% | 1 of 2, 15 not measured |" in page
     assert "| exact | 20.00 (20.00-20.00) | 10.00 (10.00-10.00) | 2.00 (2.00-2.00) | ≥ 1.8 | yes | 10.0% |" in page
     assert "| 40.0 | 50.0% | ≥ 75% | no | 10.00 |" in page, "its share of the bound"
     assert "| 80.0% | ≥ 75% | yes |" in page
     assert "Not measured: llama-1.3b Q4_0, llama-7b Q4_0." in page
-    assert "Not measured: dense-f16 llama-1.3b F16, dense-q8_0 llama-1.3b Q8_0, " in page
+    assert "Not measured: dense-f16 llama-1.3b F16, dense-f16 llama-7b F16, dense-q8_0 llama-1.3b Q8_0, " in page
     assert "\n\nCovers llama-1.3b F16, Q8_0 with 2 threads only.\n" in page
     assert "2026-01-02 03:04, `compare it`" in page and "build: -O3" in page and page.count("- a CPU") == 1
     assert remarks(page, "exact-gated", HERE) == "By hand.\nTwo lines.\n"
@@ -191,11 +191,14 @@ def test_growth_is_fitted_by_a_line():
     assert fit([1, 2, 4], [1, 4, 16])[2] < 0.99
     lines = [{"n_depth": d, "n_gen": 4, "n_prompt": 0, "n_threads": 2, "samples_ns": [4e6 * (10 + d)],
               "peak_rss": 1e9} for d in (0, 100, 200)]  # fmt: skip
-    job = bench("depth", 0.0, *lines, layers=None, n_ff=None)
-    page = page_of(NOTHING | measured("scaling-ctx", job))
-    assert "| A longer context | R² ≥ 0.99 | 1.0000 | yes |" in page
+    jobs = [bench("tokens", 0.0, line, layers=None, n_ff=None) for line in lines]
+    page = page_of(NOTHING | measured("scaling-ctx", *jobs))
+    assert "| A longer context | R² ≥ 0.99 | 1.0000 | 2 of 2, 3 not measured |" in page
     assert "| 2 | 200 | 210.00 | 4.8 | 1.00 |" in page
-    assert "time: 10 ms + 1e+03 ms per 1000 (depth), R² = 1.0000" in page
+    assert "time: 10 ms + 1e+03 ms per 1000 (tokens), R² = 1.0000" in page
+    jobs[1]["others"] = 0.3
+    page = page_of(NOTHING | measured("scaling-ctx", *jobs))
+    assert "| A longer context | R² ≥ 0.99 |  | not measured |" in page and "**Disturbed:**" in page
 
 
 def test_what_is_measured_is_not_measured_again_and_failures_stop_nothing(tmp_path, monkeypatch):
@@ -218,6 +221,46 @@ def test_what_is_measured_is_not_measured_again_and_failures_stop_nothing(tmp_pa
     assert run_figure(figure, options(tmp_path)) == 0 and len(ran) == 3
     assert run_figure(figure, options(tmp_path, force=True)) == 0 and len(ran) == 5
     assert len(load(tmp_path / "results", figure)["jobs"]) == 2
+
+
+def test_machines_of_one_name_do_not_share_a_folder(tmp_path, monkeypatch):
+    figure = by_name("dense-q4_k")
+    assert figure is not None
+    facts = {"CPU": "a CPU", "instruction sets": "avx2", "cores": "2", "memory": "25 GB", "load average": "0.1"}
+    monkeypatch.setattr(runs, "machine_facts", lambda: facts)
+    monkeypatch.setitem(runs.RUNNERS, "compare", lambda *args: {"result": {"machine": facts}})
+    monkeypatch.setattr(runs, "make_model", lambda model, given: (tmp_path / "m.gguf", None))
+    assert run_figure(figure, options(tmp_path)) == 0
+    assert run_figure(figure, options(tmp_path, force=True)) == 0
+    monkeypatch.setattr(runs, "machine_facts", lambda: facts | {"instruction sets": "avx2, avx512f"})
+    with pytest.raises(HotcoldError, match="another machine, instruction sets avx2, here avx2, avx512f; use another"):
+        run_figure(figure, options(tmp_path, force=True))
+
+
+def test_a_shown_command_is_the_one_that_ran(tmp_path, monkeypatch):
+    """With the options that all figures get, and what llama.cpp was asked."""
+    ran: list[list[str]] = []
+
+    def start(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        burst = {"others": 0.25}
+        Path(command[command.index("-o") + 1]).write_text(json.dumps([
+            compared(2.0)["result"] | {"rounds": [{"bursts": {"exact": burst}}], "commands": ["llama-bench -t 2"]}
+        ]))  # fmt: skip
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(runs.subprocess, "run", start)
+    figure = by_name("exact-opt")
+    assert figure is not None
+    given = Options(tmp_path / "m", tmp_path / "r", tmp_path, 3, ("--llama-bin", "/bins"), 0.3, 0.0)
+    found = runs.run_compare(figure.jobs[0], Path("/m/x.gguf"), None, given)
+    words = found["command"].split()
+    assert words[:3] == ["python", "scripts/compare_llama_cpp.py", "x.gguf"]
+    assert [Path(word).name for word in ran[0][2:-2]] == [Path(word).name for word in words[2:]]
+    assert words[-2:] == ["--llama-bin", "bins"] and "--no-mmap" in words
+    page = page_of(NOTHING | measured("exact-opt", compared(2.0) | found | {"noise": 0.3}))
+    assert "- llama.cpp's command: `llama-bench -t 2`" in page
+    assert "- others kept 0.25 cores busy in the worst burst, which counts only up to 0.30" in page
 
 
 def test_broken_results_are_told(tmp_path):
@@ -256,8 +299,11 @@ def test_what_is_the_same_everywhere_stands_once(tmp_path):
     found = measured("hybrid-simulated", text)
     figure = by_name("hybrid-simulated")
     assert figure is not None
-    save(tmp_path / HERE, figure, found[figure.name])
-    assert load(tmp_path / "there", figure) == load(tmp_path / HERE, figure) != {"name": figure.name, "jobs": {}}
+    for results in (runs.RESULTS / HERE, runs.RESULTS / "there"):
+        assert file_of(results, figure) == runs.RESULTS / "anywhere" / f"{figure.name}.json"
+    assert file_of(runs.RESULTS / HERE, FIGURES[0]) == runs.RESULTS / HERE / f"{FIGURES[0].name}.json"
+    save(tmp_path, figure, found[figure.name])
+    assert load(tmp_path, figure)["jobs"] and (tmp_path / "anywhere" / f"{figure.name}.json").exists()
     page = write_page({HERE: NOTHING | found, "there": NOTHING | found | measured("predict", compared(2.0))}, "")
     section = page.partition("(`hybrid-simulated`)")[2].partition("\n## ")[0]
     assert section.count("numbers") == 1 and "(`here`)" not in section and "Covers" not in section
@@ -279,7 +325,7 @@ def test_runs_without_a_model(tmp_path, monkeypatch):
     figure = by_name("hybrid-simulated")
     assert figure is not None and run_figure(figure, options(tmp_path)) == 0
     found = load(tmp_path / "results", figure)["jobs"]
-    assert (tmp_path / "anywhere" / "hybrid-simulated.json").exists()
+    assert (tmp_path / "results" / "anywhere" / "hybrid-simulated.json").exists()
     assert ran[0] == [str(SCRIPTS / "simulate_published.py"), "--tokens", "24"]
     texts = [job["text"] for job in found.values()]
     assert texts == ["a table", "```\na table\n```"] and [job["model"] for job in found.values()] == ["", "m.gguf"]

@@ -27,7 +27,7 @@ from comparison.quality import LogitsSource, differences, perplexity  # noqa: E4
 from comparison.report import report  # noqa: E402
 from comparison.rows import speed_rows, tokens_per_cpu_second, use_rows  # noqa: E402
 from comparison.settings import NO_REPACK, STOCK, Settings  # noqa: E402
-from comparison.speed import Round, Session, clean, parse_bench  # noqa: E402
+from comparison.speed import Round, Session, clean, our_player, parse_bench, stock_player  # noqa: E402
 from comparison.twins import Twins, make_twins, possible_modes  # noqa: E402
 
 
@@ -269,15 +269,16 @@ def test_build_flags_come_from_cmakes_cache(tmp_path):
 # --- the whole script
 
 
-def fake_llama_bench(folder: Path, speed: float, status: int = 0, repack: bool = True) -> Path:
-    """A llama-bench that prints fixed figures, or fails."""
+def fake_llama_bench(folder: Path, speed: float, status: int = 0, repack: bool = True, only: str = "") -> Path:
+    """A llama-bench that prints fixed figures, or fails: `only` with these words among its arguments."""
     program = folder / "llama-bench"
     common = {"build_commit": "abc", "build_number": 1, "type_k": "f16", "type_v": "f16", "flash_attn": -1}
-    lines = [{"n_prompt": 8, "n_gen": 0, "samples_ts": [speed], **common},
-             {"n_prompt": 0, "n_gen": 4, "samples_ts": [speed], **common}]  # fmt: skip
+    sizes = ((8, 0), (0, 4), (0, 64), (0, 70))
+    lines = [{"n_prompt": p, "n_gen": n, "samples_ts": [speed], **common} for p, n in sizes]
     echo = "\n".join(f"echo '{json.dumps(line)}'" for line in lines)
     usage = f"[ \"$1\" = --help ] && {{ echo '{'--repack' * repack}'; exit 0; }}; [ \"$1\" = --version ] && exit 0"
-    fail = f"[ {status} = 0 ] || {{ echo 'no such model' >&2; exit {status}; }}"
+    exits = f"[ {status} = 0 ] || {{ echo 'no such model' >&2; exit {status}; }}"
+    fail = f'case "$*" in *"{only}"*) {exits};; esac'
     program.write_text(f"#!/bin/sh\n{usage}\n{fail}\n{echo}\n")
     program.chmod(0o755)
     return program
@@ -332,6 +333,34 @@ def test_comparison_with_a_failing_llama_bench_says_why(synthetic, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "A run of llama.cpp failed" in done.stdout and "no such model" in done.stdout
     assert "| 1 | tg4 | dense |" in done.stdout
+
+
+def test_one_way_of_llama_cpp_that_fails_in_the_middle_is_left_out(synthetic, tmp_path):
+    """It passed its short trial of 64 tokens."""
+    fake_llama_bench(tmp_path, 1.0, status=3, only="-n 70 -d 0 -t 1 -r 1 -ngl 0 --repack 0")
+    done = compare(synthetic, tmp_path, "--gen-tokens", 70, "--prompt-tokens", 0, "--reps", 2)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "out.json").read_text())
+    assert [list(this["bursts"]) for this in result["rounds"]] == [[STOCK, "dense"], ["dense", STOCK]]
+    (row,) = result["speed"]
+    assert row["clean"] == "2/2" and row["stock_is"] == STOCK and row["ratio_median"] > 0
+    assert "A run of llama.cpp failed and is left out. llama.cpp, no repack with 1 threads failed" in done.stdout
+
+
+@pytest.mark.parametrize(("usage", "words"), [("--load-mode", "--load-mode none"), ("--mmap", "-mmp 0")])
+def test_without_mapping_both_read_their_file(tmp_path, usage, words):
+    program = tmp_path / "llama-bench"
+    program.write_text(f"#!/bin/sh\necho '{usage}'\n")
+    program.chmod(0o755)
+    twins = Twins(tmp_path / "ours.gguf", tmp_path / "stock.gguf", False, ())
+    for mmap in (True, False):
+        settings = Settings(llama_bench=program, mmap=mmap)
+        stock, _ = stock_player(settings, twins, 1, STOCK, ["-n", "4"])
+        assert (words in " ".join(stock)) is not mmap
+        ours, _ = our_player(settings, twins, 1, "dense", ["-n", "4"])
+        assert ("--no-mmap" in ours) is not mmap
+    stock, _ = stock_player(Settings(llama_lib=tmp_path, mmap=False), twins, 1, STOCK, [])
+    assert "--no-mmap" in stock
 
 
 def test_comparison_of_a_broken_model_is_one_line(tmp_path):

@@ -32,6 +32,7 @@ from benchmarking.summary import (
     sources,
     summary,
     wanted_share,
+    was_disturbed,
 )
 
 HEAD = """\
@@ -51,8 +52,10 @@ Models are synthetic but for SmolLM2: real sizes, random weights, planted sparsi
 are made in `~/.cache/hotcold/benchmarks`, the demo model in `.models`; commands below name the files only. Speeds are
 tokens per second, median (lowest-highest) of the clean rounds; everybody takes turns, rounds in which others used the
 machine do not count. A ratio is the median of those of neighbours. llama.cpp runs with its weights repacked and, but
-where a section says otherwise, as they lie in the file; the faster counts. Each section says which models and numbers
-of threads it covers: nothing larger than 7B and nothing with more than two threads was measured.
+where a section says otherwise, as they lie in the file; the faster counts. Where a command has `--no-mmap`, both read
+their file into memory before they start, which makes both faster: hotcold then has huge pages, the file in the page
+cache has not. Each section says which models and numbers of threads it covers: nothing larger than 7B and nothing with
+more than two threads was measured.
 
 """
 TWINS = re.compile(r" --twins \S+")  # of a command: the folder where its models are
@@ -172,6 +175,11 @@ def details(jobs: Jobs) -> list[str]:
         lines.append("- " + "; ".join(machine.values()))
         lines.append("- " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()))
         lines += [f"- {label}: {line}" for label, line in facts.get("llama_cpp", {}).items()]
+        stock = [line for line in facts.get("commands", ()) if "hotcold bench" not in line]
+        lines += [f"- llama.cpp's command: `{line}`" for line in stock]
+        if others := [share for of in facts.get("others_by_player", {}).values() for share in of]:
+            lines.append(f"- others kept {max(others):.2f} cores busy in the worst burst, which counts only up to "
+                         f"{job.get('noise', Settings.noise):.2f}")  # fmt: skip
         lines.append(f"- load average {facts['machine']['load average']} before, {facts['load_at_end']} after")
         lines += [f"- {note}" for note in facts.get("notes", ())]
     return list(dict.fromkeys(lines))
@@ -266,7 +274,7 @@ def linear_view(jobs: Jobs) -> str:
 def disturbed(jobs: Jobs) -> list[str]:
     """A line for each run in which others used the machine, however often it was tried."""
     return [f"**Disturbed:** others kept {job['others']:.2f} cores busy meanwhile: {job['label']}, {job['model']}."
-            for job in jobs if job.get("others", 0.0) > job.get("noise", Settings.noise)]  # fmt: skip
+            for job in jobs if was_disturbed(job)]  # fmt: skip
 
 
 def startup_view(jobs: Jobs) -> str:

@@ -33,10 +33,12 @@ TINY = {"llama": "llama-tiny", "opt": "opt-tiny"}  # shapes that try out the mac
 TINY_NUMBERS = {"--prompt-tokens": 16, "--gen-tokens": 4, "-n": 4, "--quality-tokens": 16, "--tokens": 8}
 
 TINY_LISTS = {"-d": "0,64,128,256", "-t": "1", "--threads": "1"}
+RESULTS = SCRIPTS / "benchmarking" / "results"  # of all machines, in git
 ANYWHERE = "anywhere"  # the folder of results that are the same on every machine
+SAME = ("CPU", "instruction sets", "cores", "memory")  # facts of a machine that a folder's results share
 TRIES = 3  # of a burst that others disturb
 # What the page shows of a comparison, and of a test of `hotcold bench`.
-KEPT = ("speed", "use", "quality", "notes", "llama_cpp", "machine", "versions", "load_at_end")
+KEPT = ("speed", "use", "quality", "notes", "commands", "llama_cpp", "machine", "versions", "load_at_end")
 KEPT_OF_LINES = ("n_threads", "n_depth", "n_prompt", "n_gen", "samples_ns", "peak_rss", "load_s")
 
 
@@ -56,8 +58,9 @@ class Options:
 
 
 def file_of(results: Path, figure: Figure) -> Path:
-    """In the folder of a machine's results, or in the one beside it of what is the same everywhere."""
-    return (results.parent / ANYWHERE if figure.anywhere else results) / f"{figure.name}.json"
+    """In the folder of a machine's results. What is the same everywhere: beside it, or in it if it is one's own."""
+    anywhere = (RESULTS if results.parent == RESULTS else results) / ANYWHERE
+    return (anywhere if figure.anywhere else results) / f"{figure.name}.json"
 
 
 def load(results: Path, figure: Figure) -> dict[str, Any]:
@@ -148,6 +151,8 @@ def make_model(model: Model | str | None, options: Options) -> tuple[Path, Path 
 def run_figure(figure: Figure, options: Options) -> int:
     """Carry out what has no result yet; returns how many jobs failed. Raises HotcoldError, OSError."""
     found = load(options.results, figure)
+    if not figure.anywhere:
+        of_this_machine(found, file_of(options.results, figure))
     failed = 0
     for full in figure.jobs:
         key = full.key
@@ -170,22 +175,36 @@ def run_figure(figure: Figure, options: Options) -> int:
     return failed
 
 
+def of_this_machine(found: dict[str, Any], path: Path) -> None:
+    """Raises HotcoldError where another machine of that name has measured: virtual ones hide what they are."""
+    here = machine_facts()
+    for job in found["jobs"].values():
+        there = job.get("result", job).get("machine", {})
+        for fact in SAME:
+            if there.get(fact, here[fact]) != here[fact]:
+                raise HotcoldError(f"{path}: measured on another machine, {fact} {there[fact]}, here {here[fact]}; use "
+                                   "another folder, --results")  # fmt: skip
+
+
 def run_compare(job: Job, model: Path, twin: Path | None, options: Options) -> dict[str, Any]:
     out = options.results / "compare.part"
     options.results.mkdir(parents=True, exist_ok=True)
     command = [str(SCRIPTS / "compare_llama_cpp.py"), str(model), "--twins", str(options.models)]
     command += ["--stock", str(twin)] if twin else []
     command += [*job.options, "--reps", str(options.reps), "--noise", str(options.noise), "--wait", str(options.wait)]
+    command += options.compare
     try:
-        done = subprocess.run([sys.executable, *command, *options.compare, "-o", str(out)], stdout=subprocess.DEVNULL)
+        done = subprocess.run([sys.executable, *command, "-o", str(out)], stdout=subprocess.DEVNULL)
         if done.returncode or not out.exists():
             raise HotcoldError(f"compare_llama_cpp.py ended with status {done.returncode}, see above")
         (result,) = json.loads(out.read_text())
     finally:
         out.unlink(missing_ok=True)
-    players = {who for turn in result["rounds"] for who in turn["bursts"]}
-    result = {name: result[name] for name in KEPT} | {"players": sorted(players)}
-    return {"command": shown(["python", "scripts/compare_llama_cpp.py", *command[1:]]), "result": result}
+    bursts = [(who, burst) for turn in result["rounds"] for who, burst in turn["bursts"].items()]
+    others = {who: [burst["others"] for name, burst in bursts if name == who] for who, _ in bursts}
+    result = {name: result[name] for name in KEPT} | {"players": sorted(others), "others_by_player": others}
+    command[0] = "scripts/compare_llama_cpp.py"
+    return {"command": shown(["python", *command]), "noise": options.noise, "result": result}
 
 
 def run_bench(job: Job, model: Path, twin: Path | None, options: Options) -> dict[str, Any]:

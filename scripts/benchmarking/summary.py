@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from comparison.report import table
-from comparison.settings import STOCK
+from comparison.settings import STOCK, Settings
 
 from benchmarking.figures import FIGURES, Figure
 
@@ -90,14 +90,24 @@ def wanted_share(job: dict[str, Any], use: dict[str, Any]) -> float | None:
     return SHARES.get(job["model"].removesuffix(".gguf").rpartition(".")[2]) if use["who"] == "dense" else SPARSE_SHARE
 
 
+def was_disturbed(job: dict[str, Any]) -> bool:
+    """Whether others used the machine in a run that is not a comparison, however often it was tried."""
+    return bool(job.get("others", 0.0) > job.get("noise", Settings.noise))
+
+
 def lines(jobs: Jobs) -> tuple[Values, int]:
+    """Of points that were all measured undisturbed."""
+    if any(map(was_disturbed, jobs)):
+        return [], 0
     found = [r2 for points in growth(jobs).values() for *_, r2 in fits(points)]
     return [(r2, r2 >= LINEAR_R2) for r2 in found], 0
 
 
 def starts(jobs: Jobs) -> tuple[Values, int]:
-    found = [line["load_s"] for job in jobs if job["label"] == "mapped" for line in job["lines"]]
-    return [(seconds, seconds < START_S) for seconds in found], 0
+    mapped = [job for job in jobs if job["label"] == "mapped"]
+    quiet = [job for job in mapped if not was_disturbed(job)]
+    found = [line["load_s"] for job in quiet for line in job["lines"]]
+    return [(seconds, seconds < START_S) for seconds in found], len(mapped) - len(quiet)
 
 
 def wanted_ratio(figure: Figure) -> str:
@@ -122,7 +132,7 @@ def growth(jobs: Jobs) -> dict[int, Points]:
     points: dict[int, Points] = {}
     for job in jobs:
         for line in job["lines"]:
-            size = {"depth": line["n_depth"], "layers": job["layers"], "neurons per layer": job["n_ff"]}[job["label"]]
+            size = {"tokens": line["n_depth"], "layers": job["layers"], "neurons per layer": job["n_ff"]}[job["label"]]
             ms = statistics.median(line["samples_ns"]) / 1e6 / (line["n_gen"] or line["n_prompt"])
             points.setdefault(line["n_threads"], []).append((size, ms, line["peak_rss"] / 1e9))
     return {threads: sorted(of) for threads, of in sorted(points.items())}

@@ -38,7 +38,7 @@ class Settings:
     repack: str = "both"  # of REPACK
     reps: int = 5  # clean rounds wanted; 0: no speed
     modes: Sequence[str] = ("dense",)
-    our_options: Sequence[str] = ()  # of `hotcold bench`: --no-mmap, --mlock
+    mmap: bool = True  # False: both read their file into memory instead of mapping it
     bandwidth: bool = True  # measure plain reads between the rounds
     quality_tokens: int = 512  # 0: no quality
     text: Path | None = FOLDER / "text.txt"  # None: random ids
@@ -60,7 +60,7 @@ class Settings:
 
     def our_bench(self, model: Path, options: list[str], threads: int, mode: str) -> list[str]:
         """Command line of `hotcold bench` for one repetition."""
-        command = [*HOTCOLD, "bench", str(model), *options, *self.our_options]
+        command = [*HOTCOLD, "bench", str(model), *options, *([] if self.mmap else ["--no-mmap"])]
         engine = ["-t", str(threads), "--sparsity", mode, "--kv-type", self.kv_type]
         return [*command, *engine, "-r", "1", "--no-bandwidth", "-o", "jsonl"]
 

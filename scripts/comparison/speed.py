@@ -63,25 +63,28 @@ def stock_player(settings: Settings, twins: Twins, threads: int, label: str, opt
     repack = ["--repack", str(int(label == STOCK))]
     if settings.llama_bench is None:
         assert settings.llama_lib is not None
-        options = [*options, "--kv-type", settings.kv_type, *repack]
+        options = [*options, "--kv-type", settings.kv_type, *repack, *([] if settings.mmap else ["--no-mmap"])]
         return settings.stock_worker("bench", model, *options, threads=threads, lib=settings.llama_lib), BIND
     program = [str(settings.llama_bench), "-m", model, *options, "-t", str(threads), "-r", "1", "-ngl", "0"]
     types = ["-ctk", settings.kv_type, "-ctv", settings.kv_type] if settings.kv_type != "f16" else []
-    return [*program, *types, *(repack if has_repack(settings) else []), "-o", "jsonl"], BIND
+    load = ["--load-mode", "none"] if "--load-mode" in usage_of(settings.llama_bench) else ["-mmp", "0"]
+    more = [*types, *(repack if has_repack(settings) else []), *([] if settings.mmap else load)]
+    return [*program, *more, "-o", "jsonl"], BIND
 
 
 def has_repack(settings: Settings) -> bool:
     """Whether this llama.cpp lets weights lie as they are; older ones do not."""
-    return settings.llama_bench is None or knows_repack(settings.llama_bench)
+    return settings.llama_bench is None or "--repack" in usage_of(settings.llama_bench)
 
 
 @functools.cache
-def knows_repack(program: Path) -> bool:
+def usage_of(program: Path) -> str:
+    """What it says of its options, which differ between versions; "" where it says nothing."""
     try:
         done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "--repack" in done.stdout + done.stderr
+        return ""
+    return done.stdout + done.stderr
 
 
 def our_player(settings: Settings, twins: Twins, threads: int, mode: str, options: list[str]) -> Player:
@@ -146,9 +149,12 @@ def compare_speed(settings: Settings, twins: Twins, threads: int) -> Session:
             wait_for_quiet(settings.noise, settings.wait)
             command, env = players[name]
             burst = run_burst(command, env, timeout=settings.timeout)
-            this.bursts[name] = burst
             if burst.status:
                 say(f"{name}: ended with status {burst.status}: {burst.errors}")
+            if burst.status and name in STOCK_NAMES:
+                leave_out(session, settings, players, name, burst)
+                continue
+            this.bursts[name] = burst
             this.lines[name] = parse_bench(burst.output) if burst.status == 0 else {}
             this.speeds[name] = {test: line["samples_ts"][0] for test, line in this.lines[name].items()}
             flag = "  (others were busy)" if burst.others > settings.noise else ""
@@ -160,6 +166,17 @@ def compare_speed(settings: Settings, twins: Twins, threads: int) -> Session:
             this.bandwidth = memory.measure(threads)
         session.rounds.append(this)
     return session
+
+
+def leave_out(session: Session, settings: Settings, players: dict[str, Player], name: str, burst: Burst) -> None:
+    """One of llama.cpp's ways that fails in the full run: the others, ours above all, still count."""
+    why = burst.errors or f"status {burst.status}"
+    settings.notes.append(f"A run of llama.cpp failed and is left out. {name} with {session.threads} threads failed "
+                          f"({why}): {burst.command}")  # fmt: skip
+    del players[name]
+    for this in session.rounds:
+        for of in (this.bursts, this.speeds, this.lines):
+            of.pop(name, None)
 
 
 def fewest_clean(session: Session, settings: Settings) -> int:

@@ -109,11 +109,14 @@ def load_backends(lib: Path) -> None:
 class Stock:
     """A model loaded by llama.cpp; `decode` runs tokens at a position."""
 
-    def __init__(self, api: Any, path: Path, repack: bool = True) -> None:
+    def __init__(self, api: Any, path: Path, repack: bool = True, mmap: bool = True) -> None:
         self.api = api
         params = api.llama_model_default_params()
         params.n_gpu_layers = 0
         params.use_extra_bufts = repack
+        if not mmap:
+            params.use_mmap = False  # of older ones
+            params.load_mode = 0  # LLAMA_LOAD_MODE_NONE
         self.model = api.llama_model_load_from_file(str(path).encode(), params)
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {path}")
@@ -174,7 +177,7 @@ def logits(api: Any, args: argparse.Namespace) -> None:
 def bench(api: Any, args: argparse.Namespace) -> None:
     """As llama-bench does it: random ids, one warm-up, prompts in batches, generated tokens one by one."""
     rng = np.random.default_rng(0)
-    stock = Stock(api, args.model, bool(args.repack))
+    stock = Stock(api, args.model, bool(args.repack), args.mmap)
     n_ctx = args.depth + max(args.prompt_tokens, args.gen_tokens)
     stock.start(n_ctx, args.threads, kv_type=args.kv_type)
 
@@ -220,6 +223,7 @@ def main() -> int:
     two.add_argument("-n", "--gen-tokens", type=int, default=64)
     two.add_argument("-d", "--depth", type=int, default=0)
     two.add_argument("--repack", type=int, choices=(0, 1), default=1)
+    two.add_argument("--no-mmap", dest="mmap", action="store_false")
     two.add_argument("--no-warmup", dest="warmup", action="store_false")
     two.set_defaults(run=bench)
     for command in (one, two):

@@ -23,6 +23,7 @@ from hotcold.runtime.kernels.formats import row_bytes
 from hotcold.runtime.plan import choose_sparsity
 from hotcold.runtime.schema import KEY_ACTIVATION, KEY_VERSION
 
+UNKNOWN_TO_STOCK = ("opt",)  # architectures
 RELU_AS_SILU = 10  # gate * 2^10: SiLU becomes ReLU to within a few 1e-4 in F16
 
 
@@ -113,7 +114,8 @@ def make_twins(model: Path, stock: Path | None, folder: Path, as_is: bool | None
     """
     with open_gguf(model) as file:
         split = KEY_VERSION in file.metadata
-        relu = file.get(KEY_ACTIVATION) == "relu" and file.get("general.architecture") == "llama"
+        architecture = file.get("general.architecture")
+        relu = file.get(KEY_ACTIVATION) == "relu" and architecture == "llama"
     notes = []
     if as_is is None:
         as_is = list(modes) == ["dense"] and not split and not relu and runs_as_it_is(model)
@@ -122,6 +124,9 @@ def make_twins(model: Path, stock: Path | None, folder: Path, as_is: bool | None
         ours = folder / f"{model.stem}.hotcold.gguf"
         notes.append(convert(model, ours))
     scaled = relu and stock is None
+    if stock is None and architecture in UNKNOWN_TO_STOCK:
+        note = f"llama.cpp does not know {architecture}, so only ours was measured."
+        return Twins(ours, None, False, tuple(filter(None, [*notes, note])))
     if stock is None:
         try:
             stock = model
