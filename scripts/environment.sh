@@ -1,7 +1,7 @@
 # Sourced by scripts/run and scripts/test: a virtual environment in .venv with hotcold installed from this checkout.
 #
-#     make_environment           what the product needs
-#     make_environment dev       also pytest, ruff, mypy
+#     make_environment               what the product needs
+#     make_environment dev,compile   also pytest, ruff, mypy; the compiler of the GPU's kernels
 #
 # Works in bash 3.2 (macOS). Interrupted half-way, the next call picks up: a half-made .venv is made again, and the
 # stamp that says "installed" is written last. PYTHON=/path/to/python chooses the interpreter.
@@ -39,15 +39,17 @@ make_venv() {
     quietly "$python" -m venv --clear .venv || die "could not make .venv with $python"
 }
 
-make_environment() {  # [dev]; the caller stands in the top folder of the checkout
-    local extra=${1:-} stamp wanted
+make_environment() {  # [EXTRA,…]; the caller stands in the top folder of the checkout
+    local extra=${1:-} stamp wanted file installed=
     make_venv
-    # The stamp of an install with extras is good for one without.
     stamp=.venv/.hotcold-stamp${extra:+-$extra}
     # Editable: edits to the sources need no new install, a changed pyproject.toml or a moved checkout does.
     wanted=$(pwd; cat pyproject.toml)
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] && [ "$(cat "$stamp-dev" 2>/dev/null)" != "$wanted" ]; then
-        say "installing hotcold${extra:+ with its $extra tools} into .venv (first time: a minute or two)"
+    for file in "$stamp" "$stamp"-*; do  # the stamp of an install with extras is good for one without
+        [ "$(cat "$file" 2>/dev/null)" != "$wanted" ] || installed=yes
+    done
+    if [ -z "$installed" ]; then
+        say "installing hotcold${extra:+ with its extras $extra} into .venv (first time: a minute or two)"
         quietly .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
             -e ".${extra:+[$extra]}" || die "pip could not install hotcold, see above; if a package has no wheel for" \
             "this Python, remove .venv and try PYTHON=python3.12 $0"

@@ -3,13 +3,14 @@
 In: a machine with an NVIDIA GPU. Out: a folder with report.md, result.json, speed.svg, logs; a short table on stdout.
 Next: gpu_checks/, a module per part; `benchmarks.py --write` puts into BENCHMARKS.md what --keep keeps.
 
-    pip install -e '.[gpu,dev]'       # for CUDA 13: '.[gpu-cuda13,dev]'
+    pip install -e '.[gpu,report]' pytest       # for CUDA 13: '.[gpu-cuda13,report]'
     python scripts/gpu_check.py
     python scripts/gpu_check.py --llama-bin ~/llama.cpp/build/bin --shape llama-7b --vram-budgets 2GiB,4GiB
     python scripts/gpu_check.py --device sim --minutes 2      # a dry run without a GPU: the emulated device, tiny sizes
 
-Packages: hotcold's own, those of its extra `gpu` (cupy-cuda12x or cupy-cuda13x, nvidia-cuda-nvrtc, nvidia-cuda-runtime,
-nvidia-cublas), pytest, and for the picture matplotlib. With --device sim a C++ compiler in the place of the GPU's.
+Packages: hotcold's own, those of its extra `gpu` (cupy-cuda12x or cupy-cuda13x, never both, nvidia-cuda-nvrtc,
+nvidia-cuda-runtime, nvidia-cublas), pytest, whose cases are run, and for the picture matplotlib (`report`). With
+--device sim a C++ compiler in the place of the GPU's.
 
 Models are made in ~/.cache/hotcold/gpu-check, up to 9 GB.
 

@@ -1,5 +1,9 @@
 """Every kernel compiles for every generation of cards, keeps to its registers, and is the kernel that its text says.
 
+Generations that this NVRTC does not know are skipped: that of CUDA 13 begins at sm_75. With packages of either CUDA:
+
+    pip install -e '.[gpu-cuda13]' pytest && python -m pytest tests/test_nvrtc.py -rs
+
 What a compilation said is kept in the user's cache, by a hash of all that goes into it.
 """
 
@@ -11,6 +15,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import platformdirs
 import pytest
@@ -23,11 +28,14 @@ from hotcold.runtime.threads import default_threads
 
 _BINDING, _REASON = nvrtc.binding()
 needs_nvrtc = pytest.mark.skipif(_BINDING is None, reason=f"no NVRTC: {_REASON}")
+_KNOWN = _BINDING.getSupportedArchs() if _BINDING else ARCHITECTURES
+_VERSION = ".".join(map(str, _BINDING.getVersion())) if _BINDING else ""
 
 # Bytes that a kernel may store to and load from local memory because it lacks registers. All others: none.
 MAY_SPILL = {
     "attention_block_64": 128, "attention_block_128": 64, "attention_block_256": 16,  # once per tile of keys
     "matmul_q4_0": 16,  # sm_86, sm_89
+    "compact_split": 16,  # sm_100, by NVRTC 13.5
 }
 
 
@@ -51,6 +59,8 @@ def compiled(module: str, architecture: int) -> dict[str, Resources]:
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_kernels(architecture: int) -> None:
+    if architecture not in _KNOWN:
+        pytest.skip(f"NVRTC {_VERSION} does not know sm_{architecture}, it begins at sm_{min(_KNOWN)}")
     modules = sorted(module_names(), key=lambda name: -len(module_source(name)))  # the longest first
     with ThreadPoolExecutor(default_threads()) as pool:
         found = dict(zip(modules, pool.map(lambda name: compiled(name, architecture), modules), strict=True))
@@ -66,8 +76,8 @@ def test_all_kernels(architecture: int) -> None:
 
 @needs_nvrtc
 def test_what_the_compiler_refuses_is_an_error_with_its_words() -> None:
-    with pytest.raises(DeviceError, match=r'sm_70: k.cu\(2\): error: identifier "oops" is undefined'):
-        compile_cubin('#line 1 "k.cu"\nextern "C" __global__ void k(float* x) {\n    oops = 1;\n}', 70)
+    with pytest.raises(DeviceError, match=r'sm_75: k.cu\(2\): error: identifier "oops" is undefined'):
+        compile_cubin('#line 1 "k.cu"\nextern "C" __global__ void k(float* x) {\n    oops = 1;\n}', 75)
 
 
 @needs_nvrtc
@@ -117,3 +127,15 @@ def test_headers_of_a_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(nvrtc.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
     assert nvrtc.include_folders() == [str(tmp_path / "include")]
     assert nvrtc.options() == (*OPTIONS, f"-I{tmp_path / 'include'}")
+
+
+@pytest.mark.parametrize(("version", "part"), [((12, 9), "cuda_runtime/include"), ((13, 0), "cu13/include")])
+def test_headers_are_those_of_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: tuple[int, int], part: str
+) -> None:
+    for folder in ("cuda_runtime/include", "cu13/include"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "cuda_fp16.h").touch()
+    monkeypatch.setattr(nvrtc, "_packages", lambda: [tmp_path])
+    monkeypatch.setattr(nvrtc, "binding", lambda: (SimpleNamespace(getVersion=lambda: version), ""))
+    assert nvrtc.include_folders() == [str(tmp_path / part)]

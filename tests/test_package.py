@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import os
 import shutil
@@ -20,7 +21,9 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("runtime", "convert", "placement")
 TOP_FOLDERS = {*SOURCES, "tests", "scripts", ".ci"}
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+CUPY = {"cupy", "cupy_backends", "cupyx"}
 
 
 def package_name(folder: Path) -> str:
@@ -110,6 +113,31 @@ def test_product_imports_no_deep_learning_framework(wheel):
     done = run_from(wheel, code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "none"
+
+
+def names_in(path: Path) -> set[str]:
+    """What a module imports, and its strings, of which importlib may import one: "cupy.cuda" as "cupy"."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module or "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return {name.split(".")[0] for name in found}
+
+
+def test_few_modules_know_cupy():
+    modules = [path for top in SOURCES for path in (ROOT / top).rglob("*.py")]
+    know = {str(path.relative_to(ROOT)) for path in modules if names_in(path) & CUPY}
+    assert know == {f"runtime/gpu/{name}.py" for name in ("cards", "cublas", "cupy_device", "nvrtc")}
+
+
+def test_extras_that_go_together_have_packages_of_one_cuda():
+    extras = PROJECT["project"]["optional-dependencies"]
+    cuda = {name for name, packages in extras.items() if any(p.startswith(("cupy", "nvidia")) for p in packages)}
+    assert cuda == {"gpu", "gpu-cuda13", "compile"}  # CuPy cannot be installed for two CUDAs
 
 
 @pytest.mark.parametrize("statement", ["import runtime", "from convert import names", "import placement"])

@@ -27,7 +27,6 @@ from hotcold.runtime.gpu.device import DeviceError
 OPTIONS = ("--std=c++17", "--ftz=true")  # denormal numbers count as 0, as they do on the CPU
 ARCHITECTURES = (70, 75, 80, 86, 89, 90, 100, 120)
 _KEEP_DAYS = 60  # compiled code that nobody has used for so long goes
-_HEADERS = ("cuda_runtime/include", "cu13/include", "cu12/include")  # in the packages of NVIDIA
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def preload(*patterns: str) -> bool:
 
 
 def include_folders() -> list[str]:
-    """Where cuda_fp16.h lies: the packages of NVIDIA in this environment, then an installed toolkit."""
+    """Where cuda_fp16.h lies: in the packages of NVIDIA for the CUDA of NVRTC, then in an installed toolkit."""
     return [str(folder) for folder in _headers() if (folder / "cuda_fp16.h").is_file()][:1]
 
 
@@ -85,8 +84,11 @@ def _packages() -> list[Path]:
 
 
 def _headers() -> Iterator[Path]:
-    for base in _packages():
-        yield from (base / part for part in _HEADERS)
+    nvrtc, _ = binding()
+    if nvrtc is not None:  # headers of another CUDA may lie beside those of this one
+        cuda = nvrtc.getVersion()[0]
+        part = "cuda_runtime/include" if cuda < 13 else f"cu{cuda}/include"
+        yield from (base / part for base in _packages())
     for variable in ("CUDA_PATH", "CUDA_HOME"):
         if os.environ.get(variable):
             yield Path(os.environ[variable]) / "include"
