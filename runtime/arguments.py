@@ -73,7 +73,8 @@ def add_gpu_options(group: argparse._ActionsContainer) -> None:
         help="graph: one launch per token; stream: the host looks at every layer, slower and simpler (default graph)",
     )  # fmt: skip
     group.add_argument(
-        "--trace", metavar="FILE", help="write a timeline of tokens on GPU and CPU, for ui.perfetto.dev",
+        "--trace", metavar="FILE",
+        help="write a timeline of the first 200 tokens and blocks of prompts on GPU and CPU, for ui.perfetto.dev",
     )  # fmt: skip
 
 

@@ -160,10 +160,34 @@ def test_a_timeline_of_both_sides(executor: str, path: Path, tmp_path: Path) -> 
 
 
 def test_a_timeline_of_a_prompt_and_where_it_cannot_be_written(path: Path, tmp_path: Path) -> None:
-    out = tmp_path / "trace.json"
-    with hybrid(path, (part(300, True),) * 3, trace=out, blocks_from=6) as engine:
-        engine.forward(token_ids(8))
-    assert any(e["name"] == "block of 8 tokens at 0" for e in json.loads(out.read_text())["traceEvents"])
+    out, layers = tmp_path / "trace.json", (CPU, part(300, True), part(300, True))
+    with hybrid(path, layers, blocks_from=6) as engine:
+        wanted = engine.forward(token_ids(40), logits="all")
+    with hybrid(path, layers, trace=out, blocks_from=6) as engine:
+        assert np.array_equal(engine.forward(token_ids(40), logits="all"), wanted), "looking changes nothing"
+        engine.forward(token_ids(8), logits="none")
+        n_steps = len(engine.plan.gpu(True))
+    spans = [e for e in json.loads(out.read_text())["traceEvents"] if e["ph"] == "X"]
+    gpu, blocks = [e for e in spans if e["pid"] == 2], [e for e in spans if e["name"].startswith("block of ")]
+    assert len(gpu) == len(blocks) * n_steps - 2, "of the last block no logits are wanted"
+    assert {e["name"] for e in gpu} >= {"begin", "attend 1", "ffn 2", "matmul output"}
+    assert len([e for e in spans if e["name"] == "layers of the CPU"]) == len(blocks)
+    slack, ends = 5e3, [e["ts"] + e["dur"] for e in blocks]  # us: how far apart the clocks may seem
+    assert blocks[0]["ts"] - slack <= gpu[0]["ts"] and gpu[-1]["ts"] + gpu[-1]["dur"] <= ends[-1] + slack
     with pytest.raises(HotcoldError, match="no such folder"):
         with hybrid(path, (part(300),) * 3, trace=tmp_path / "nowhere" / "t.json"):
             pass
+
+
+def test_a_timeline_that_is_too_long_says_so(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, notes = tmp_path / "trace.json", []  # type: ignore[var-annotated]
+    monkeypatch.setattr("hotcold.runtime.gpu.trace.MAX_RUNS", 3)
+    with hybrid(path, (CPU, part(300, True), part(1000)), trace=out, blocks_from=6, notes=notes) as engine:
+        engine.forward(token_ids(8))
+        steps(engine, token_ids(5))
+    found = json.loads(out.read_text())
+    assert [e["name"] for e in found["traceEvents"] if e["ph"] == "X" and " at " in e["name"]] == [
+        "block of 8 tokens at 0", "token at 8", "token at 9"]  # fmt: skip
+    assert found["otherData"] == {"tokens and blocks": 3, "left out after them": 3}
+    told = [note for note in notes if note.startswith("--trace")]
+    assert told == [f"--trace {out}: has the first 3 tokens and blocks of prompts, 3 more are left out"]

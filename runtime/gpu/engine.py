@@ -63,7 +63,7 @@ class HybridEngine(Engine):
                          mailbox=self._mailbox)  # fmt: skip
         self._tracer: Tracer | None = None
         try:
-            self._load(executor, trace)
+            self._load(executor, trace, notify)
             self._blocks_from = blocks_from or self._measure(notify)
         except BaseException:
             team, self._team = self._team, None
@@ -71,7 +71,7 @@ class HybridEngine(Engine):
                 team.close()
             raise
 
-    def _load(self, executor: str, trace: str | os.PathLike[str] | None) -> None:
+    def _load(self, executor: str, trace: str | os.PathLike[str] | None, notify: Callable[[str], None]) -> None:
         device, plan = self.device, self.plan
         kernels = load_kernels(device)
         self._device_weights = DeviceWeights(device, plan)
@@ -79,13 +79,14 @@ class HybridEngine(Engine):
         self._stream = device.stream()
         self._staging = Staging(device, self._state["stage"], self._stream)
         self._device_weights.load(self._staging, kernels, self._stream)
+        if trace is not None:
+            self._tracer = Tracer(trace, plan, device, kernels("stamp"), self._state["stamps"], self.threads, notify)
+        stamp = self._tracer.stamp if self._tracer else None
         self._prompt = Prompt(plan, self._device_weights, self._state, self._staging, kernels, device, self._stream,
-                              self.n_ctx)  # fmt: skip
+                              self.n_ctx, stamp)  # fmt: skip
         lowering = Lowering(plan, self._device_weights, self._state, self._mailbox, kernels, device, self.n_ctx,
                             self._patience)  # fmt: skip
-        if trace is not None:
-            self._tracer = Tracer(trace, plan, device, kernels("stamp"), self._state["stamps"], self.threads)
-        self._queue = Queue(device, lowering.steps(), self._stream, self._tracer.stamp if self._tracer else None)
+        self._queue = Queue(device, lowering.steps(), self._stream, stamp)
         self._executor: StreamExecutor | GraphExecutor
         if executor == "stream":
             self._executor = StreamExecutor(device, plan, self._queue, self._mailbox)
@@ -169,15 +170,18 @@ class HybridEngine(Engine):
         """Many tokens at once. rows as in _run."""
         n, none = len(block), np.empty((0, self.config.n_vocab), np.float32)
         self._check_alive()
+        tracer = self._tracer
         began = time.perf_counter_ns()
         self.run_ops(True, 0, len(self._programs[1]), block, self.n_past, none)
         with self._on_gpu():
+            on_gpu = time.perf_counter_ns()
+            offset = tracer.begin(self._stream) if tracer else 0
             self._state.x[:n] = self._buffers.values["x"][:n]
             self._prompt.run(n, self.n_past, rows)
             self._staging.settle()
             self.device.sync(self._stream)
-        if self._tracer:
-            self._tracer.block(n, self.n_past, began)
+            if tracer:
+                tracer.block(n, self.n_past, began, on_gpu, offset, head=len(rows) > 0)
         self._calls[1] += 1
 
     def _check_alive(self) -> None:

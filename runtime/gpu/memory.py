@@ -231,7 +231,8 @@ def state_blocks(plan: Plan, n_ctx: int, n_batch: int) -> Iterator[Block]:
     yield from quantized("gpu.act", max(q, n_ff))
     for name, n in (("gpu.ids", n_ff), ("gpu.count", 1), ("gpu.cpu_count", 1), ("gpu.zero", 1), ("ctl", CTL_WORDS)):
         yield _block(name, "activations", np.int32, n)
-    yield _block("stamps", "activations", np.int64, 2, len(plan.gpu(many=False)))  # when operators began and ended
+    steps = max(len(plan.gpu(many)) for many in (False, True))
+    yield _block("stamps", "activations", np.int64, 2, steps)  # when operators began and ended
     yield _block("counters", "activations", np.int64, c.n_layer, 3)
     # As many pieces as on the widest card, so that a plan's size does not depend on which one it is.
     splits = min(launch.MAX_SPLITS, _up(n_ctx, 32) // 32)

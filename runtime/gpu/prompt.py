@@ -19,6 +19,7 @@ from hotcold.runtime.gpu.memory import HALF_ROWS, LOGIT_ROWS
 from hotcold.runtime.gpu.placement import TYPES
 from hotcold.runtime.gpu.staging import Staging
 from hotcold.runtime.gpu.state import GpuState
+from hotcold.runtime.gpu.streams import Stamp
 from hotcold.runtime.gpu.weights import DeviceMatrix, DeviceWeights, raw_rows
 from hotcold.runtime.kernels import formats
 from hotcold.runtime.kernels.vector import ACTIVATION_CODES
@@ -31,8 +32,10 @@ GROUP = 32  # neurons come in multiples of it
 class Prompt:
     def __init__(
         self, plan: Plan, weights: DeviceWeights, state: GpuState, staging: Staging,
-        kernels: Callable[[str], Kernel], device: Device, stream: Stream, n_ctx: int,
+        kernels: Callable[[str], Kernel], device: Device, stream: Stream, n_ctx: int, stamp: Stamp | None = None,
     ) -> None:  # fmt: skip
+        """stamp: as of streams.Queue."""
+        self._stamp = stamp
         self._plan, self._config, self._weights, self._state, self._staging = plan, plan.config, weights, state, staging
         self._kernels, self._device, self._stream = kernels, device, stream
         c = plan.config
@@ -47,14 +50,18 @@ class Prompt:
 
         Waits for the GPU where logits are wanted.
         """
-        for op in self._ops:
-            if op.head_only:
-                break
+        for step, op in enumerate(self._ops[:-2]):
+            self._note(0, step)
             getattr(self, f"_{op.kind}")(op, n, pos)
+            self._note(1, step)
         norm, head = self._ops[-2:]
         for first in range(n - len(rows), n, LOGIT_ROWS):
             end = min(first + LOGIT_ROWS, n)
             self._logits(norm, head, first, end, rows[first - n + len(rows) : end - n + len(rows)])
+
+    def _note(self, which: int, step: int) -> None:
+        if self._stamp is not None:
+            self._stamp(which, step, self._stream)
 
     def _cold_bytes(self, op: Op) -> int:
         return sum((m.rows - self._have(m)) * m.stride for m in op.weights if m is not None)
@@ -254,9 +261,14 @@ class Prompt:
         (matrix,) = head.weights
         assert matrix is not None
         n, logits = end - first, self._array("logits")
+        step = len(self._ops) - 2
+        self._note(0, step)
         self._norm(norm, n, 0, first)
+        self._note(1, step)
         to = lb.whole(logits, matrix.rows)
+        self._note(0, step + 1)
         self._product(self._weights.matrix(matrix), matrix.rows, "h", "h", n, to, scale=head.scale)
+        self._note(1, step + 1)
         self._device.d2h(self._state.logits[:n], logits[:n], self._stream)
         self._device.sync(self._stream)
         rows[:] = self._state.logits[:n]
