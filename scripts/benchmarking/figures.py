@@ -78,6 +78,7 @@ class Figure:
 
 
 GEN, LARGE_GEN = "32", "16"  # generated tokens; of large models
+REPACKED = ("--repack", "on")  # llama.cpp's default; as they lie in the file, its weights were slower wherever we tried
 ONE_AND_TWO, TWO = ("--threads", "1,2"), ("--threads", "2")
 
 
@@ -85,9 +86,8 @@ def decode(model: Model, target: float, *options: str) -> Job:
     """Generation against llama.cpp."""
     large = "7b" in model.shape
     sizes = ("--prompt-tokens", "0", "--gen-tokens", LARGE_GEN if large else GEN)
-    # F16 is not repacked. Large models run in the way that wins for small ones, which saves a third of the time.
-    repack = ("--repack", "on") if model.kind == "f16" or large else ()
-    options = (*sizes, *ONE_AND_TWO, *repack, "--no-mmap", "--quality-tokens", "0", *options)
+    memory = () if large and model.kind == "f16" else ("--no-mmap",)  # 13 GB, and once more in the page cache
+    options = (*sizes, *ONE_AND_TWO, *REPACKED, *memory, "--quality-tokens", "0", *options)
     return Job(f"{model.shape} {model.kind.upper()}", "compare", model, options, target)
 
 
@@ -133,15 +133,15 @@ FIGURES = (
         "relu-smollm2", "A real model: SmolLM2-135M, relufied",
         "The demo model of `scripts/run`, exact, against its twin in llama.cpp.", "ratio",
         (Job("SmolLM2-135M relufied", "compare", DEMO,
-             ("--modes", "exact", *ONE_AND_TWO, "--no-mmap", "--prompt-tokens", "0", "--gen-tokens", "64",
+             ("--modes", "exact", *ONE_AND_TWO, *REPACKED, "--no-mmap", "--prompt-tokens", "0", "--gen-tokens", "64",
               "--quality-tokens", "256"), 1.2),),
     ),
     Figure(
         "prompt-512", "A prompt of 512 tokens", "All neurons computed, the same file in both.", "ratio",
         tuple(Job(f"{model.shape} {model.kind.upper()}", "compare", model,
-                  ("--prompt-tokens", "512", "--gen-tokens", "0", *how, "--quality-tokens", "0"), 0.8)
-              for model, how in (*((Model("llama-1.3b", kind), ONE_AND_TWO) for kind in KINDS),
-                                 (Model("llama-7b", "q4_0"), (*TWO, "--repack", "on")))),
+                  ("--prompt-tokens", "512", "--gen-tokens", "0", *threads, *REPACKED, "--quality-tokens", "0"), 0.8)
+              for model, threads in (*((Model("llama-1.3b", kind), ONE_AND_TWO) for kind in KINDS),
+                                     (Model("llama-7b", "q4_0"), TWO))),
     ),
     Figure(
         "prompt-sparse", "Prompts of a sparse model, exact",
@@ -149,7 +149,7 @@ FIGURES = (
         "no number of tokens from which on blocks are dense: where the union is everything, listing it costs little.",
         "dense",
         tuple(Job("llama-1.3b Q8_0", "compare", SPARSE[1],
-                  ("--prompt-tokens", n, "--gen-tokens", "0", *TWO, "--repack", "on", "--no-mmap", "--modes",
+                  ("--prompt-tokens", n, "--gen-tokens", "0", *TWO, *REPACKED, "--no-mmap", "--modes",
                    "dense,exact", "--quality-tokens", "0"), 0.98, part=f"pp{n}")
               for n in ("8", "32", "128", "512")),
     ),

@@ -51,11 +51,11 @@ scripts/get_llama_cpp.sh                              # once
 Models are synthetic but for SmolLM2: real sizes, random weights, planted sparsity (`scripts/make_synthetic.py`). They
 are made in `~/.cache/hotcold/benchmarks`, the demo model in `.models`; commands below name the files only. Speeds are
 tokens per second, median (lowest-highest) of the clean rounds; everybody takes turns, rounds in which others used the
-machine do not count. A ratio is the median of those of neighbours. llama.cpp runs with its weights repacked and, but
-where a section says otherwise, as they lie in the file; the faster counts. Where a command has `--no-mmap`, both read
-their file into memory before they start, which makes both faster: hotcold then has huge pages, the file in the page
-cache has not. Each section says which models and numbers of threads it covers: nothing larger than 7B and nothing with
-more than two threads was measured.
+machine do not count. A ratio is the median of those of neighbours. llama.cpp runs with its weights repacked, as it does
+by default; where a command does not say `--repack on`, also as they lie in the file: the faster counts. Where it has
+`--no-mmap`, both read their file into memory before they start, which makes both faster: hotcold then has huge pages,
+which a mapped file has not. Each section says which models and numbers of threads it covers: nothing larger than 7B and
+nothing with more than two threads was measured.
 
 """
 TWINS = re.compile(r" --twins \S+")  # of a command: the folder where its models are
