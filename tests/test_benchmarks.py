@@ -150,6 +150,14 @@ def test_start_up_is_judged_and_disturbed_runs_are_marked():
     assert "**Disturbed:** others kept 0.30 cores busy meanwhile: --no-mmap, m.gguf." in page
 
 
+def test_a_text_that_judges_itself_is_in_the_summary():
+    text = "| 2 | 2 | 9.0 (8.0-9.9) | 2.50 (2.40-2.60) | ≤ 6 | yes |\n| 4 | 2 | 9.0 (8-9) | 7.00 (6-8) | ≤ 6 | no |"
+    job = {"label": "demo", "kind": "text", "target": None, "model": "m.gguf", "date": "d", "command": "c", "text": text,
+           "others": 0.0, "noise": 0.2, **MACHINE}  # fmt: skip
+    page = page_of(NOTHING | measured("oversubscribed", job))
+    assert "| A machine that is busy | ≤ 6 times the time alone | 2.50 to 7.00 | 1 of 2 |" in page
+
+
 def test_neither_results_nor_page_name_folders_of_the_machine(tmp_path):
     """Whatever a run told; results of another checkout, as the page finds them, too."""
     figure, job = by_name("relu-smollm2"), compared(2.0)

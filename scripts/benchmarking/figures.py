@@ -71,7 +71,7 @@ class Figure:
     name: str
     title: str
     text: str  # what is measured
-    view: str  # of page.py: ratio, bandwidth, linear, startup, text
+    view: str  # of page.py: ratio, dense, bandwidth, linear, startup, judged, text
     jobs: tuple[Job, ...] = ()
     source: tuple[str, ...] = field(default=())
     anywhere: bool = False  # its results are the same on every machine
@@ -194,7 +194,7 @@ FIGURES = (
         "oversubscribed", "A machine that is busy",
         "Twice as many threads as cores, beside one process per core that never rests, "
         "`scripts/measure_oversubscribed.py`.",
-        "text", (Job("demo", "text", DEMO, ("measure_oversubscribed.py", "--tokens", "64", "--rounds", "3")),),
+        "judged", (Job("demo", "text", DEMO, ("measure_oversubscribed.py", "--tokens", "64", "--rounds", "3")),),
     ),
     Figure(
         "startup", "Start-up", "A file of 4 GB in the page cache, mapped; then read into memory instead.", "startup",

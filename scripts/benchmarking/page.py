@@ -298,5 +298,6 @@ def text_view(jobs: Jobs) -> str:
 
 VIEWS: dict[str, Callable[[Jobs], str]] = {
     "ratio": ratio_view, "dense": lambda jobs: ratio_view(jobs, to_dense=True), "bandwidth": bandwidth_view,
-    "linear": linear_view, "startup": startup_view, "text": text_view,
+    "linear": linear_view, "startup": startup_view, "judged": text_view,
+    "text": text_view,
 }  # fmt: skip

@@ -5,6 +5,7 @@ In: results of runs.py. Out: a table, and what page.py shares with it. Next: pag
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ SHARES = {"f16": 0.9, "q8_0": 0.8, "q4_0": 0.8}  # wanted of the plain read, den
 SPARSE_SHARE = 0.75
 LINEAR_R2 = 0.99  # of the line through the points of what grows
 START_S = 1.0  # to open a mapped file of 4 GB
+JUDGED = re.compile(r"\| ([\d.]+) \([^|]*\) \| ≤ [\d.]+ \| (yes|no) \|")
 NOT_MEASURED = "not measured"
 
 Jobs = list[dict[str, Any]]
@@ -110,6 +112,12 @@ def starts(jobs: Jobs) -> tuple[Values, int]:
     return [(seconds, seconds < START_S) for seconds in found], len(mapped) - len(quiet)
 
 
+def judged(jobs: Jobs) -> tuple[Values, int]:
+    """Of a text whose table ends its rows with: | times (lowest-highest) | ≤ wanted | yes or no |."""
+    found = [JUDGED.findall(job["text"]) for job in jobs if not was_disturbed(job)]
+    return [(float(value), verdict == "yes") for rows in found for value, verdict in rows], 0
+
+
 def wanted_ratio(figure: Figure) -> str:
     return f"ratio ≥ {figure.jobs[0].target}"
 
@@ -121,6 +129,7 @@ LINES: dict[str, tuple[Callable[[Figure], str], str, Callable[[Jobs], tuple[Valu
                   shares),
     "linear": (lambda figure: f"R² ≥ {LINEAR_R2}", ".4f", lines),
     "startup": (lambda figure: f"< {START_S:g} s", ".2f", starts),
+    "judged": (lambda figure: "≤ 6 times the time alone", ".2f", judged),
 }  # fmt: skip
 
 
