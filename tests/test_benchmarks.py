@@ -22,6 +22,7 @@ from benchmarking.page import remarks, write_page  # noqa: E402
 from benchmarking.runs import Options, file_of, load, run_figure, save, sized  # noqa: E402
 from benchmarking.summary import fit  # noqa: E402
 from comparison.bursts import Burst  # noqa: E402
+from synthetic.model import predictor_share  # noqa: E402
 
 NOTHING: dict[str, dict[str, Any]] = {figure.name: {"name": figure.name, "jobs": {}} for figure in FIGURES}
 HERE = "here"  # the name of the machine
@@ -67,6 +68,7 @@ def test_names_and_files_are_unique_and_models_can_be_asked_for():
     for model in models:
         recipe = make_synthetic.recipe_of(make_synthetic.arguments().parse_args([*model.options(), "-o", "x"]))
         assert recipe.sparsity == model.sparsity
+        assert (0 < predictor_share(recipe) <= 0.04) is model.predictor
     for figure in FIGURES:
         keys = [job.key for job in figure.jobs]
         assert len(set(keys)) == len(keys) and (keys or figure.source)
@@ -151,7 +153,7 @@ def test_start_up_is_judged_and_disturbed_runs_are_marked():
 
 
 def test_a_text_that_judges_itself_is_in_the_summary():
-    text = "| 2 | 2 | 9.0 (8.0-9.9) | 2.50 (2.40-2.60) | ≤ 6 | yes |\n| 4 | 2 | 9.0 (8-9) | 7.00 (6-8) | ≤ 6 | no |"
+    text = "| 2 | 2 | 9 (8-9) | 2.50 (2.40-2.60) | ≤ 6 | yes |\n| 4 | 2 | 9 (8-9) | 7.00 (6-8) | ≤ 6 | no |"
     job = {"label": "demo", "kind": "text", "target": None, "model": "m.gguf", "date": "d", "command": "c", "text": text,
            "others": 0.0, "noise": 0.2, **MACHINE}  # fmt: skip
     page = page_of(NOTHING | measured("oversubscribed", job))
