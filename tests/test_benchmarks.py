@@ -154,8 +154,7 @@ def test_start_up_is_judged_and_disturbed_runs_are_marked():
 
 def test_a_text_that_judges_itself_is_in_the_summary():
     text = "| 2 | 2 | 9 (8-9) | 2.50 (2.40-2.60) | ≤ 6 | yes |\n| 4 | 2 | 9 (8-9) | 7.00 (6-8) | ≤ 6 | no |"
-    job = {"label": "demo", "kind": "text", "target": None, "model": "m.gguf", "date": "d", "command": "c", "text": text,
-           "others": 0.0, "noise": 0.2, **MACHINE}  # fmt: skip
+    job = bench("demo", 0.0, text=text)
     page = page_of(NOTHING | measured("oversubscribed", job))
     assert "| A machine that is busy | ≤ 6 times the time alone | 2.50 to 7.00 | 1 of 2 |" in page
 
