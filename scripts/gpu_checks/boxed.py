@@ -62,12 +62,12 @@ def _run_child(part: Part, settings: Settings, deadline: float, outcome: Outcome
                                env=child_env(), text=True)  # fmt: skip
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-    at, why = "", ""
+    at, why, patience = "", "", part.patience
     try:
         while True:
             limit = part.patience
             if at:
-                limit = min(limit, max(0.1, deadline + GRACE - time.monotonic()))
+                limit = min(patience, max(0.1, deadline + GRACE - time.monotonic()))
             try:
                 line = lines.get(timeout=limit)
             except queue.Empty:
@@ -85,7 +85,7 @@ def _run_child(part: Part, settings: Settings, deadline: float, outcome: Outcome
             elif "left_out" in event:
                 outcome.left_out.append(event["left_out"])
             elif "begin" in event:
-                at = event["begin"]
+                at, patience = event["begin"], event["patience"] or part.patience
             elif "end" in event:
                 outcome.items.append({"name": event.pop("end"), **event})
                 _tell(outcome.items[-1], say)

@@ -30,6 +30,7 @@ class Item(NamedTuple):
     name: str
     run: Callable[[], Payload]
     always: bool = False  # others need what it finds
+    patience: float = 0.0  # seconds after which it has hung; 0: as its part says
 
 
 def main() -> int:
@@ -47,7 +48,7 @@ def main() -> int:
         if late:
             tell(left_out=item.name)
             continue
-        tell(begin=item.name)
+        tell(begin=item.name, patience=item.patience)
         began, broken = time.monotonic(), False
         try:
             payload = item.run()

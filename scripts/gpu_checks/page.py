@@ -42,7 +42,8 @@ KEPT = {  # fields of a part's items
     "plans": ("name", "ok", "note", "error", "over", "right"),
     "latencies": ("name", "ok", "note", "value", "unit", "more"),
     "speed": ("name", "ok", "note", "round", "budget", "who", "pp", "tg", "skips", "cpu_share", "computed", "vram",
-              "planned", "layers", "over", "build", "expected", "model", "made", "threads", "whole", "hardware"),
+              "planned", "layers", "over", "build", "expected", "model", "made", "threads", "whole", "hardware",
+              "command"),
 }  # fmt: skip
 
 

@@ -50,7 +50,8 @@ def speeds(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
             here = found.setdefault(item["budget"], {}).setdefault(item["who"], {"pp": [], "tg": []})
             for test in ("pp", "tg"):
                 here[test] += [max(item[test])] if item.get(test) else []
-            keys = ("skips", "cpu_share", "computed", "vram", "planned", "layers", "over", "build", "expected")
+            keys = ("skips", "cpu_share", "computed", "vram", "planned", "layers", "over", "build", "expected",
+                    "command")  # fmt: skip
             here |= {key: item[key] for key in keys if item.get(key) is not None}
             here |= {"note": item["note"]} if not item.get("tg") else {}
     return dict(sorted(found.items()))
@@ -85,7 +86,10 @@ def speed_table(result: Result, test: str, short: bool = False) -> str:
         for who in names:
             values = row.get(who, {}).get(test, [])
             value = median(values)
-            cells.append(optional(value, ".1f") if short or len(values) < 2 else spread(values, 1))
+            if who in row and value is None:
+                cells.append("not measured")
+            else:
+                cells.append(optional(value, ".1f") if short or len(values) < 2 else spread(values, 1))
             if who == STOCK and values and "layers" in row[who]:
                 cells[-1] += f" (-ngl {row[who]['layers']})"
         if STOCK in names:
@@ -211,6 +215,8 @@ def latencies_view(result: Result, items: Rows) -> str:
 
 def speed_view(result: Result, items: Rows) -> str:
     llama = [f"- {item['name']}: {item['note']}" for item in items if item["name"].startswith("layers of")]
+    stock = [row[STOCK] for row in speeds(result).values() if STOCK in row]
+    llama += [f"- `{seen['command']}`" for seen in stock if "command" in seen]
     missing = [] if result["settings"]["llama_bench"] else [f"{STOCK}: not given (--llama-bin)."]
     if not speeds(result):
         return "\n".join(f"{item['name']}: {item['note']}" for item in items)

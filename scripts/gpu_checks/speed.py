@@ -9,6 +9,7 @@ counts all that a process takes of the card, the driver's part too.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,15 +31,18 @@ from hotcold.runtime.threads import default_threads
 SHARES = (0.5, 1.0, 0.25, 0.75)  # budgets, from one layer to the whole model; the one that tells most first
 RESERVE = 128 << 20  # bytes of VRAM that others may take
 BURST_S = 120.0  # of one process
+SEARCH_S = 480.0  # for the layers of llama.cpp that fit: up to ten such processes
 WHOLE, SHARED, NONE = ("all", "predict"), ("keys", "predict", "layers"), (burst.CPU, burst.CPU_PREDICT)
 
 
 class Bench:
-    """What is found is kept in a file: another process goes on from there."""
+    """What is found is kept in a file: another process goes on from there, if it is about the same."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.file = settings, settings.out / "speed-state.json"
-        self.state: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        s = self.settings = settings
+        self.file, about = s.out / "speed-state.json", [s.model, s.stock, s.llama_bench, s.prompt, s.gen]
+        kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.state: dict[str, Any] = kept if kept.get("about") == about else {"about": about}
         self.threads = settings.threads or default_threads()
         try:
             self.meter: Meter | None = None if settings.sim else Meter()
@@ -46,8 +50,11 @@ class Bench:
             self.meter = None
 
     def keep(self, **found: Any) -> None:
+        """Whole at any time: this process may be ended while it writes."""
         self.state |= found
-        self.file.write_text(json.dumps(self.state))
+        part = self.file.with_suffix(".part")
+        part.write_text(json.dumps(self.state))
+        part.replace(self.file)
 
     def ask(self, who: str, budget: int = 0) -> dict[str, Any]:
         """Run a burst of ours. Raises HotcoldError with its last line where it fails."""
@@ -74,12 +81,12 @@ def items(settings: Settings) -> Iterator[Item]:
     if "budgets" not in bench.state:
         return
     budgets: list[int] = bench.state["budgets"]
-    if settings.llama_bench:
-        for budget in budgets:
-            yield Item(f"layers of {STOCK} in {size(budget)}", partial(layers_of, bench, budget), always=True)
     for number in range(1, settings.rounds + 1):
         turns = [(budget, who) for budget in [*budgets, 0] for who in players(bench, budget)]
         for budget, who in turns if number % 2 else turns[::-1]:
+            if who == STOCK and budget and number == 1:  # a long search costs none of ours its turn before
+                search = partial(layers_of, bench, budget)
+                yield Item(f"layers of {STOCK} in {size(budget)}", search, always=True, patience=SEARCH_S)
             yield Item(f"round {number}, {size(budget)}: {who}", partial(turn, bench, number, budget, who))
 
 
@@ -95,7 +102,8 @@ def facts(bench: Bench) -> Payload:
         budgets = (2 * whole,)
     room = found["free"] + found["context"] - RESERVE
     fit = [budget for budget in budgets if least < budget <= room]
-    bench.keep(budgets=fit, **found)
+    known = {layers: taken for layers, taken in bench.state.get("needed", {}).items() if math.isfinite(taken)}
+    bench.keep(budgets=fit, layers={}, needed=known, **found)  # what an earlier run could not find is tried again
     out = [size(budget) for budget in budgets if budget not in fit]
     note = f"the whole model takes {size(whole)} of VRAM" + f"; no room for {', '.join(out)}" * bool(out)
     hardware = found["hardware"]
@@ -118,7 +126,9 @@ def turn(bench: Bench, number: int, budget: int, who: str) -> Payload:
     s, more = bench.settings, {}
     try:
         if who == STOCK:
-            layers = bench.state.get("layers", {}).get(str(budget), 0)
+            layers = bench.state.get("layers", {}).get(str(budget)) if budget else 0
+            if layers is None:
+                raise HotcoldError("how many layers fit was not found")
             found = llama.bench(s.llama_bench, s.stock, layers, bench.threads, s.prompt, s.gen, burst.SAMPLES,
                                 bench.meter, BURST_S)  # fmt: skip
             more["layers"] = layers
@@ -137,23 +147,30 @@ def layers_of(bench: Bench, budget: int) -> Payload:
     """The largest -ngl whose VRAM fits, by trying."""
     s, seen = bench.settings, bench.state.setdefault("needed", {})
     if bench.meter is None:
-        return {"ok": None, "note": "the driver cannot be asked how much VRAM it takes: without layers on the GPU"}
+        return {"ok": None, "note": "not found: the driver cannot be asked how much VRAM it takes"}
 
     def need(layers: int) -> float:
+        if not layers:
+            return 0.0  # runs without a GPU
         if str(layers) not in seen:
-            if not layers:
-                seen["0"] = 0  # runs without a GPU
-                return 0.0
             try:
                 found = llama.bench(s.llama_bench, s.stock, layers, bench.threads, s.prompt, 1, 1, bench.meter, BURST_S)
                 seen[str(layers)] = found["vram"]
+            except llama.TooLong:
+                raise
             except HotcoldError as error:
                 print(error)
-                seen[str(layers)] = float("inf")  # most likely out of memory
+                seen[str(layers)] = math.inf  # most likely out of memory
+            bench.keep(needed=seen)
         return float(seen[str(layers)])
 
-    layers = llama.largest_fitting(budget, bench.state["n_layer"] + 1, need)
-    bench.keep(layers=bench.state.get("layers", {}) | {str(budget): layers}, needed=seen)
+    try:
+        layers = llama.largest_fitting(budget, bench.state["n_layer"] + 1, need)
+    except llama.TooLong as error:
+        return {"ok": None, "note": f"not found: {error}"}
+    if not layers and math.isinf(need(1)):
+        return {"ok": None, "note": "not found: it fails with one layer already, see speed.log"}
+    bench.keep(layers=bench.state.get("layers", {}) | {str(budget): layers})
     taken = int(need(layers))
     return {"ok": None, "note": f"-ngl {layers}, takes {size(taken)}", "budget": budget, "layers": layers,
             "vram": taken}  # fmt: skip
