@@ -43,10 +43,10 @@ def shares(config: ModelConfig, first: int, share: float, keys: bool = False) ->
 def hybrid(
     path: Path, layers: Sequence[LayerPlacement], kind: str = "keys", *, sparsity: str = "auto",
     executor: str = "graph", device: SimDevice | None = None, threads: int = 2, n_ctx: int = N_CTX,
-    notes: list[str] | None = None, **options: Any,
+    notes: list[str] | None = None, jitter: float = 0.0, **options: Any,
 ) -> Iterator[HybridEngine]:  # fmt: skip
     """An engine with these layers on a simulated GPU, which is checked for writes beside its arrays at the end."""
-    gpu = device or SimDevice()
+    gpu = device or SimDevice(jitter)
     placement = GpuPlacement(kind, tuple(layers), 1 << 32, n_ctx)
     try:
         with Engine.open(

@@ -34,16 +34,17 @@ TOKENS = [int(t) for t in np.arange(5) * 37 % 101]
 # Of relative L2 norms. The same numbers are added in another order; where F16 rounding of the KV cache or of an act
 # block falls on the other side, the difference is that of one rounding.
 F16_ERROR, QUANT_ERROR = 3e-4, 2e-2
+JITTER = 2e-4  # seconds that streams pause at most before an operator: what is not ordered comes in any order
 
 
-def both(path: Path, layers: Any, kind: str, sparsity: str, tokens: list[int]) -> np.ndarray:
+def both(path: Path, layers: Any, kind: str, sparsity: str, tokens: list[int], jitter: float = 0.0) -> np.ndarray:
     """Logits of both executors, which must be the same bits."""
-    with hybrid(path, layers, kind, sparsity=sparsity, executor="stream") as engine:
-        simple = steps(engine, tokens)
-    with hybrid(path, layers, kind, sparsity=sparsity, executor="graph") as engine:
-        fast = steps(engine, tokens)
-    assert np.array_equal(simple, fast)
-    return simple
+    found = []
+    for executor in ("stream", "graph"):
+        with hybrid(path, layers, kind, sparsity=sparsity, executor=executor, jitter=jitter) as engine:
+            found.append(steps(engine, tokens))
+    assert np.array_equal(*found)
+    return found[0]
 
 
 def same_text(found: np.ndarray, wanted: np.ndarray) -> bool:
@@ -75,7 +76,7 @@ def test_sparse_families_shared_between_both(case: str, tiny_model: Callable[...
     path, tokens = tiny_model(case, outtype="f16"), token_ids(6)
     wanted, config = on_cpu(path, tokens), config_of(path)
     for first, share, keys in ((0, 0.0, False), (0, 0.4, True), (1, 0.4, False), (0, 1.0, True)):
-        with hybrid(path, shares(config, first, share, keys)) as engine:
+        with hybrid(path, shares(config, first, share, keys), jitter=JITTER) as engine:
             found = steps(engine, tokens)
             assert engine.plan.placement is not None and engine.plan.placement.first == first
         assert error(found, wanted) < F16_ERROR and same_text(found, wanted), (first, share, keys)
@@ -126,7 +127,7 @@ def test_predictors_name_the_same_neurons(kind: Type, tmp_path: Path) -> None:
     wanted = on_cpu(path, TOKENS, "predict")
     assert error(wanted, on_cpu(path, TOKENS, "exact")) > 0.05, "a predictor that leaves nothing out tests nothing"
     for hot in (0, 40, 96):
-        found = both(path, [part(hot)] * 4, "predict", "predict", TOKENS)
+        found = both(path, [part(hot)] * 4, "predict", "predict", TOKENS, JITTER)
         assert error(found, wanted) < (F16_ERROR if kind == Type.F16 else QUANT_ERROR), hot
 
 
@@ -209,19 +210,36 @@ def test_a_layer_without_work_for_the_cpu_is_skipped(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ lasting
 
 
-def toy(folder: Path, **changes: Any) -> Path:
+def toy_spec(**changes: Any) -> Spec:
     small = {"patterns": ("free",) * 2, "n_ff": 32, "n_embd": 32, "n_head": 1, "n_head_kv": 1, "n_vocab": 17}
-    return write_model(folder / "toy.gguf", Spec(**(small | changes), **all_of(Type.F16)))  # type: ignore[arg-type]
+    return Spec(**(small | changes), **all_of(Type.F16))  # type: ignore[arg-type]
 
 
-def test_thousands_of_tokens_with_jitter_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody misses a message, and nothing depends on who is early."""
-    path, rng = toy(tmp_path, patterns=("free",)), np.random.default_rng(3)
+def toy(folder: Path, **changes: Any) -> Path:
+    return write_model(folder / "toy.gguf", toy_spec(**changes))
+
+
+def toy_that_looks_ahead(folder: Path) -> Path:
+    """Its second and third layer's predictors run on the second stream."""
+    spec = toy_spec(patterns=("free",) * 3)
+    return with_predictors(folder / "ahead.gguf", spec, ["signbit", "lowrank", "lowrank"], kind=Type.F16,
+                           ahead=[0, 1, 1], bias=-0.2)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "executor", "n"), [("keys", "graph", 1000), ("predict", "graph", 250), ("predict", "stream", 250)]
+)
+def test_many_tokens_with_jitter_on_both_sides(
+    kind: str, executor: str, n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody misses a message, and nothing depends on who is early: neither a side nor a stream."""
+    path, rng = toy(tmp_path) if kind == "keys" else toy_that_looks_ahead(tmp_path), np.random.default_rng(3)
     device = SimDevice(jitter=1e-4)
-    layers = (part(8, True),)
-    with hybrid(path, layers, threads=3) as engine:
+    plan = {"layers": (part(8, kind == "keys"),) * config_of(path).n_layer, "kind": kind, "threads": 3,
+            "executor": executor, "sparsity": "exact" if kind == "keys" else "predict"}  # fmt: skip
+    with hybrid(path, **plan) as engine:
         wanted = np.stack([engine.forward([t % 17]) for t in range(60)])
-    with hybrid(path, layers, threads=3, device=device) as engine:
+    with hybrid(path, **plan, device=device) as engine:
         monkeypatch.setattr("hotcold.runtime.mailbox.LAST_NUMBER", 500)  # numbers start again several times
         run = engine.run_ops
 
@@ -231,10 +249,12 @@ def test_thousands_of_tokens_with_jitter_on_both_sides(tmp_path: Path, monkeypat
             run(*arguments, **named)
 
         monkeypatch.setattr(engine, "run_ops", late)
-        for t in range(2000):
+        for t in range(n):
             if t % 60 == 0:
                 engine.truncate(0)
             assert np.array_equal(engine.forward([t % 60 % 17]), wanted[t % 60]), t
+        shared = engine.layer_stats().hybrid
+        assert shared is not None and shared.cpu.all() and (shared.gpu > 0).all(), "both sides have work in every layer"
     device.close()
 
 

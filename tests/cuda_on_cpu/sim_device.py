@@ -37,7 +37,8 @@ class SimDevice:
 
     def __init__(self, jitter: float = 0.0, schedule: int = 0, memory: int = 1 << 33, seed: int = 0,
                  asan: bool = False) -> None:  # fmt: skip
-        """jitter: longest pause before an operator, in seconds. schedule: of the kernels' threads, see cuda_shim.h."""
+        """jitter: longest pause before an operator, in seconds, but for the long ones of sim_streams.py.
+        schedule: of the kernels' threads, see cuda_shim.h."""
         self.jitter, self.schedule, self.total, self.asan = jitter, schedule, memory, asan
         self.error: BaseException | None = None
         self.counts: Counter[str] = Counter()
@@ -193,7 +194,7 @@ class SimDevice:
 
     def stream(self) -> SimStream:
         self._seed += 1
-        self._streams.append(SimStream(self, self._seed))
+        self._streams.append(SimStream(self, self._seed, bool(self._streams)))
         return self._streams[-1]
 
     def event(self) -> SimEvent:

@@ -16,6 +16,7 @@ from typing import Protocol
 from hotcold.runtime.gpu.device import DeviceError
 
 LIMIT = 120.0  # seconds until waiting counts as hanging
+LAG, LAG_RATE = 1e-2, 0.03  # long pauses of second streams, with jitter: seconds, and share of operators
 Op = Callable[[], None]
 
 
@@ -41,8 +42,9 @@ class SimEvent:
 class SimStream:
     """In-order queue on a thread. After an error of the device only what others wait for is still done."""
 
-    def __init__(self, device: State, seed: int) -> None:
+    def __init__(self, device: State, seed: int, second: bool = False) -> None:
         self.device, self.capture = device, None  # type: State, Capture | None
+        self._second = second
         self._queue: queue.SimpleQueue[tuple[Op, bool] | None] = queue.SimpleQueue()
         self._random = random.Random(seed)
         self._thread = threading.Thread(target=self._run, name="sim stream", daemon=True)
@@ -51,13 +53,21 @@ class SimStream:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             op, always = item
-            if self.device.jitter and self._random.random() < 0.5:
-                time.sleep(self._random.random() * self.device.jitter)
+            if self.device.jitter:
+                self._pause()
             if self.device.error is None or always:
                 try:
                     op()
                 except BaseException as e:
                     self.device.error = self.device.error or e
+
+    def _pause(self) -> None:
+        """Often a little; on a second stream sometimes so long that the first gets a layer ahead, if it may."""
+        dice = self._random.random()
+        if self._second and dice < LAG_RATE:
+            time.sleep(LAG)
+        elif dice < 0.5:
+            time.sleep(self._random.random() * self.device.jitter)
 
     def put(self, op: Op, always: bool = False) -> None:
         self._queue.put((op, always))
