@@ -85,7 +85,7 @@ class Mailbox:
 
     @property
     def given_up(self) -> int | None:
-        """The layer whose answer the GPU has not waited for any longer, if there is one since forgive()."""
+        """The layer whose answer the GPU has not waited for any longer, if there is one since reset()."""
         status = int(self.host.status[0])
         return status - 1 if status else None
 
@@ -95,12 +95,8 @@ class Mailbox:
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether stop_waiting() was called, since forgive() or reset()."""
+        """Whether stop_waiting() was called since reset()."""
         return bool(self.host.abort[0])
-
-    def forgive(self) -> None:
-        """Forget given_up and stop_waiting(), before another token. Nothing may be under way on either side."""
-        self.host.status[0] = self.host.abort[0] = 0
 
     # ---- what happened
 

@@ -263,5 +263,5 @@ def test_what_the_mailbox_says() -> None:
     box.host.status[0] = 1
     box.stop_waiting()
     assert box.given_up == 0 and box.host.abort[0]
-    box.forgive()
+    box.reset()
     assert box.given_up is None and not box.host.abort[0]

@@ -230,7 +230,7 @@ def test_ctrl_c_anywhere() -> None:
                 cut += 1
                 box.stop_waiting()
             gpu.wait()
-            box.forgive()
+            box.reset()
             for _ in range(3):
                 seq = box.next_base()
                 gpu.start(seq)

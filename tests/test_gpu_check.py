@@ -42,7 +42,7 @@ def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(not compiler()[0], reason="no C++ compiler")
 def test_a_dry_run_goes_through_all_parts(tmp_path: Path) -> None:
     only = (
-        r"card|machine|token: (norm|axpy)|prompt: add|q8_0: (keys|predict), (s|g)|launch|flag|matvec q4|"
+        r"card|machine|token: (norm|axpy)|prompt: quantize|q8_0: (keys|predict), (s|g)|launch|flag|matvec q4|"
         r"round 1, .*(keys|cpu)$"
     )
     done = run_script("--device", "sim", "--minutes", 8, "-o", tmp_path / "out", "--models", tmp_path, "--only", only)

@@ -22,13 +22,13 @@ class Cublas:
         self._blas = _binding()
         self._handle = self._blas.create()
 
-    def product(self, m: int, n: int, k: int, a: int, b: int, c: int, add: bool) -> None:
-        """c[m, n] = a[m, k] @ b[n, k].T, or c += with add; a and b F16, c and sums F32. In CuPy's current stream."""
+    def product(self, m: int, n: int, k: int, a: int, b: int, c: int) -> None:
+        """c[m, n] = a[m, k] @ b[n, k].T; a and b F16, c and sums F32. In CuPy's current stream."""
         blas = self._blas
-        one, beta = np.ones(1, np.float32), np.full(1, float(add), np.float32)
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         # cuBLAS counts by columns: c.T[n, m] = b[n, k] @ a.T[k, m]
         blas.gemmEx(self._handle, blas.CUBLAS_OP_T, blas.CUBLAS_OP_N, n, m, k, one.ctypes.data, b, CUDA_R_16F, k,
-                    a, CUDA_R_16F, k, beta.ctypes.data, c, CUDA_R_32F, n, blas.CUBLAS_COMPUTE_32F,
+                    a, CUDA_R_16F, k, zero.ctypes.data, c, CUDA_R_32F, n, blas.CUBLAS_COMPUTE_32F,
                     blas.CUBLAS_GEMM_DEFAULT)  # fmt: skip
 
     def close(self) -> None:

@@ -253,7 +253,7 @@ class CupyDevice:
 
     # ---- matrix products
 
-    def gemm(self, a: Any, b: Any, c: Any, stream: Any, *, add: bool = False) -> None:
+    def gemm(self, a: Any, b: Any, c: Any, stream: Any) -> None:
         self._not_capturing("gemm")
         if self._cublas is None:
             raise DeviceError("gemm: cuBLAS is not installed")
@@ -261,7 +261,7 @@ class CupyDevice:
         self._use()
         try:
             with stream:  # makes it CuPy's current one
-                self._cublas.product(m, n, k, a.data.ptr, b.data.ptr, c.data.ptr, add)
+                self._cublas.product(m, n, k, a.data.ptr, b.data.ptr, c.data.ptr)
         except _FAILURES as e:
             raise self._failed("gemm", e) from e
 

@@ -126,8 +126,8 @@ class Device(Protocol):
     def memory(self) -> tuple[int, int]:
         """-> bytes free and in all, as the driver counts them: other processes' included."""
 
-    def gemm(self, a: Array, b: Array, c: Array, stream: Stream, *, add: bool = False) -> None:
-        """Queue c = a @ b.T, or c += with add. a half [m, k], b half [n, k], c float [m, n]; sums in F32.
+    def gemm(self, a: Array, b: Array, c: Array, stream: Stream) -> None:
+        """Queue c = a @ b.T. a half [m, k], b half [n, k], c float [m, n]; sums in F32.
 
         Needs has_gemm. Not while capturing.
         """

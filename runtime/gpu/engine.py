@@ -148,7 +148,7 @@ class HybridEngine(Engine):
             offset = tracer.begin(self._stream) if tracer else 0
             seq = self._mailbox.next_base()
             self._state.x[0] = self._buffers.values["x"][0]
-            self._state.begin(pos, seq, 1)
+            self._state.begin(pos, seq)
 
             def run_cold(first: int, end: int) -> None:
                 first, end = self._n_prefix + first, self._n_prefix + end

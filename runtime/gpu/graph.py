@@ -19,7 +19,6 @@ class GraphExecutor:
         self._device, self._queue = device, queue
         self._n_cold = sum(op.kind == "cold" for op in plan.token)
         self._graphs = [device.capture(queue.main, lambda end=end: queue.put(0, end)) for end in queue.ends]  # type: ignore[misc]
-        self.waits = 0  # the host's: none
 
     def token(self, seq: int, run_cold: RunCold, head: bool) -> None:
         """Queue a token's work and do the CPU's part of it. seq: its base number, which is in the control words too.

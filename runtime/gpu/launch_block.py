@@ -1,7 +1,7 @@
 """How the kernels of prompts are launched: grid, block and arguments from shapes.
 
-In: device arrays of a block of tokens. Out: Launch. Next: lower.py queues them; cuda/{unpack,half,matmul,
-attention_block,tokens}.cu compute.
+In: device arrays of a block of tokens. Out: Launch. Next: prompt.py queues them, weights.py those that
+unpack; cuda/{unpack,half,matmul,attention_block,tokens}.cu compute.
 
 Arrays are taken as their memory, [n_tok, columns] without gaps unless a Columns says otherwise; they may be longer.
 """
@@ -20,7 +20,7 @@ FEW = 32  # tokens up to which tiles of 16 leave less of a tile empty than tiles
 TILE_ROWS = 64
 UNPACK_BLOCKS = 64  # of 32 weights, per CUDA block
 GEMM_UNIT = 8  # halves: rows of operands of gemm are padded to a multiple of it
-i32, i64, f32 = np.int32, np.int64, np.float32
+i32, f32 = np.int32, np.float32
 
 
 class Weights(Protocol):
@@ -160,10 +160,10 @@ def down(w: Weights, v: Columns, n_tok: int, y: Array, *, stride: int = 1, bias:
 
 
 def norm_tokens(x: Array, n_tok: int, n: int, w: Array, b: Array | None, h: Array, act: Act | None, *, eps: float,
-                layer_norm: bool, relu: bool = False) -> Launch:  # fmt: skip
+                layer_norm: bool) -> Launch:  # fmt: skip
     """h = norm of x, and its act blocks if wanted (n % 32 == 0)."""
     q, d = act or (None, None)
-    args = (x, w, b, h, q, d, i32(n), f32(eps), i32(layer_norm), i32(relu))
+    args = (x, w, b, h, q, d, i32(n), f32(eps), i32(layer_norm))
     return Launch("norm_tokens", (n_tok,), (256,), args)
 
 
@@ -196,8 +196,3 @@ def activate_tokens(g: Columns, u: Columns | None, n_tok: int, *, act: int, thre
     array, ld, first = (u.array, u.ld, u.first) if u is not None else (None, 0, 0)
     args = (g.array, array, i32(g.n), i32(g.ld), i32(g.first), i32(ld), i32(first), i32(act), f32(threshold))
     return Launch("activate_tokens", (_up(g.n, 256), n_tok), (256,), args)
-
-
-def add_tokens(x: Array, y: Array, n: int, *, scale: float = 1.0, add: bool = True) -> Launch:
-    """y = (add: y +) scale * x, n values; x may be pinned memory."""
-    return Launch("add_tokens", (_up(n, 256),), (256,), (x, y, i64(n), f32(scale), i32(add)))

@@ -28,6 +28,7 @@ ALIGNMENT = 256  # of every array: what one memory access of a warp takes
 PAGE = 2 << 20  # what the driver allocates by
 STAGE = 8 << 20  # at most, of each of the two buffers that rows of a file come through
 CTL_WORDS = 16  # of the control block, see cuda/common.cuh
+COUNTERS = 2  # of a layer: neurons listed for the GPU, for the CPU
 KINDS = ("attention", "keys", "values", "predictors", "output", "kv", "rope", "activations", "prompt", "staging")
 
 Shape = tuple[int, ...]
@@ -229,11 +230,11 @@ def state_blocks(plan: Plan, n_ctx: int, n_batch: int) -> Iterator[Block]:
     for name, width in widths.items():
         yield _block(name, "activations", np.float32, width)
     yield from quantized("gpu.act", max(q, n_ff))
-    for name, n in (("gpu.ids", n_ff), ("gpu.count", 1), ("gpu.cpu_count", 1), ("gpu.zero", 1), ("ctl", CTL_WORDS)):
+    for name, n in (("gpu.ids", n_ff), ("gpu.count", 1), ("gpu.cpu_count", 1), ("ctl", CTL_WORDS)):
         yield _block(name, "activations", np.int32, n)
     steps = max(len(plan.gpu(many)) for many in (False, True))
     yield _block("stamps", "activations", np.int64, 2, steps)  # when operators began and ended
-    yield _block("counters", "activations", np.int64, c.n_layer, 3)
+    yield _block("counters", "activations", np.int64, c.n_layer, COUNTERS)
     # As many pieces as on the widest card, so that a plan's size does not depend on which one it is.
     splits = min(launch.MAX_SPLITS, _up(n_ctx, 32) // 32)
     yield _block("gpu.part", "activations", np.float32, launch.MAX_SLICES, c.n_embd)

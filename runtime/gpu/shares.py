@@ -22,9 +22,9 @@ def shared_stats(
     config: ModelConfig, weights: Weights, plan: Plan, listed: np.ndarray, counts: np.ndarray, worked: np.ndarray,
     tokens: int, *, vram: int, name: str,
 ) -> LayerStats:  # fmt: skip
-    """listed: int64 [n_layer, 3], what splits listed for the GPU and for the CPU, and how often nothing for the CPU;
-    counts: int64 [n_layer, 2], key rows read and neurons computed by the CPU; worked: int64 [n_layer], how often the
-    CPU had something to do. All are sums over `tokens` tokens."""
+    """listed: int64 [n_layer, 2], what splits listed for the GPU and for the CPU; counts: int64 [n_layer, 2], key rows
+    read and neurons computed by the CPU; worked: int64 [n_layer], how often the CPU had something to do. All are sums
+    over `tokens` tokens."""
     placement = plan.placement
     assert placement is not None
     both = np.array(counts, np.float64)  # [n_layer, 2]
@@ -33,7 +33,7 @@ def shared_stats(
     for layer in range(placement.first, config.n_layer):
         mode, n_ff = cold_mode(config, plan.sparsity, placement, layer), config.n_ff[layer]
         mine = float(listed[layer, 0]) if config.layout == "neuron-split" and mode != "dense" else float(n * n_ff)
-        candidates = float(listed[layer, :2].sum())
+        candidates = float(listed[layer].sum())
         both[layer, walk.CHECKED] = candidates if mode == "scores" else n * n_ff
         both[layer, walk.COMPUTED] += mine
         gpu[layer], cpu[layer] = mine / n, counts[layer, walk.COMPUTED] / n

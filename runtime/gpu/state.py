@@ -15,8 +15,7 @@ from hotcold.runtime.gpu.memory import CTL_WORDS, LOGIT_ROWS, Layout, state_bloc
 from hotcold.runtime.gpu.weights import allocate
 from hotcold.runtime.plan import Plan
 
-COUNTERS = 3  # of a layer, int64: neurons listed for the GPU, for the CPU, tokens with none for the CPU
-CTL_POS, CTL_SEQ, CTL_N = 0, 1, 2  # words of the control block, as in cuda/common.cuh
+CTL_POS, CTL_SEQ = 0, 1  # words of the control block, as in cuda/common.cuh
 
 
 class GpuState:
@@ -31,7 +30,6 @@ class GpuState:
         self._arena = allocate(device, Layout(state_blocks(plan, n_ctx, n_batch)), "the KV cache and activations")
         for name, table in zip(("cos", "sin"), rope, strict=True):
             device.upload(np.ascontiguousarray(table), self[name])
-        self._counters = np.zeros((c.n_layer, COUNTERS), np.int64)
         for name in ("counters", "gpu.cpu_count", "gpu.count"):
             self.clear(name)
         self.ctl, self.ctl_device = device.pinned((CTL_WORDS,), np.int32)
@@ -52,14 +50,14 @@ class GpuState:
         array = self[name]
         self._device.upload(np.zeros(array.shape, array.dtype), array)
 
-    def begin(self, pos: int, seq: int, n_tok: int) -> None:
-        """Set the control words that the next token, or block, starts with. Nothing may be under way."""
-        self.ctl[CTL_POS], self.ctl[CTL_SEQ], self.ctl[CTL_N] = pos, seq, n_tok
+    def begin(self, pos: int, seq: int) -> None:
+        """Set the control words that the next token starts with; a block has none. Nothing may be under way."""
+        self.ctl[CTL_POS], self.ctl[CTL_SEQ] = pos, seq
 
     def fetch_logits(self, stream: Stream) -> None:
         """Queue their copy to the host."""
         self._device.d2h(self.logits[0], self["logits"], stream)
 
     def counters(self) -> np.ndarray:
-        """int64 [n_layer, COUNTERS]. Nothing may be under way."""
+        """int64 [n_layer, memory.COUNTERS]. Nothing may be under way."""
         return self._device.download(self["counters"])

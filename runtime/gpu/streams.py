@@ -71,7 +71,6 @@ class StreamExecutor:
     def __init__(self, device: Device, plan: Plan, queue: Queue, mailbox: Mailbox) -> None:
         self._device, self._queue, self._mailbox = device, queue, mailbox
         self._stops = _stops(device, plan)
-        self.waits = 0  # of the host, for lists; counted for tests
 
     def token(self, seq: int, run_cold: RunCold, head: bool) -> None:
         """Queue a token's work; the CPU's part of a layer is done when this goes on to the next.
@@ -84,7 +83,6 @@ class StreamExecutor:
             self._device.record(stop.told, self._queue.main)
             self._queue.put(stop.told_after + 1, stop.at)  # what the GPU does meanwhile
             self._device.sync_event(stop.told)
-            self.waits += 1
             if self._count(stop.layer, seq):
                 run_cold(stop.cold, stop.cold + 1)
             at = stop.at

@@ -177,18 +177,13 @@ class SimDevice:
         self.counts[what] += 1
         self._put(stream, lambda: np.copyto(target, source))
 
-    def gemm(self, a: Any, b: Any, c: Any, stream: SimStream, *, add: bool = False) -> None:
+    def gemm(self, a: Any, b: Any, c: Any, stream: SimStream) -> None:
         if stream.capture is not None:
             raise DeviceError("gemm is not allowed while capturing")
         check_gemm(a, b, c)
         x, w, y = a.values, b.values, c.values
-
-        def run() -> None:
-            product = x.astype(np.float32) @ w.astype(np.float32).T
-            np.copyto(y, y + product if add else product)
-
         self.counts["gemm"] += 1
-        self._put(stream, run)
+        self._put(stream, lambda: np.copyto(y, x.astype(np.float32) @ w.astype(np.float32).T))
 
     # ---- order
 

@@ -35,9 +35,8 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 
 // Words of the control block ctl, int[16] in device memory: what changes from token to token. Kernels of a captured
 // graph keep their arguments, so nothing of this is one.
-constexpr int CTL_POS = 0;  // position of the first token
+constexpr int CTL_POS = 0;  // position of the token
 constexpr int CTL_SEQ = 1;  // layer l's messages to the CPU and back carry ctl[CTL_SEQ] + l
-constexpr int CTL_N = 2;    // tokens
 constexpr int CTL_WORDS = 16;
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }  // blocks are multiples of 32 wide

@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_keys(const float* values, const float* bias
 // and cpu_vals [n - hot] (both null: ids only). gpu_count, cpu_count: lengths, in device memory.
 // header null: there is no CPU (n = hot; cpu_* and mail_h null). Else cpu_ids, cpu_vals, mail_h [n_embd] and header are
 // pinned; h [n_embd] is what is sent.
-// totals int64[3] or null: neurons listed for the GPU, for the CPU, times that the CPU had none; they grow.
+// totals int64[2] or null: neurons listed for the GPU, for the CPU; they grow.
 // One block of 1024 threads.
 extern "C" __global__ void __launch_bounds__(1024)
 compact_split(const float* __restrict__ values, const float* __restrict__ bias, const float* __restrict__ h,
@@ -128,7 +128,6 @@ compact_split(const float* __restrict__ values, const float* __restrict__ bias, 
     if (totals != nullptr) {
       totals[0] += on_gpu;
       totals[1] += on_cpu;
-      totals[2] += on_cpu == 0;
     }
   }
   if (header == nullptr) return;

@@ -7,8 +7,8 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int QUANT_BLOCK = 32;// weights that share a scale
-constexpr int IN_FLIGHT = 4;   // loads of 16 bytes that a thread starts before it uses the first
+constexpr int QUANT_BLOCK = 32;  // weights that share a scale
+constexpr int IN_FLIGHT = 4;     // loads of 16 bytes that a thread starts before it uses the first
 
 // A vector of activations: F32, and the same as act blocks (quantize_block in vector.cuh).
 struct Vector {

@@ -1,4 +1,4 @@
-// What is done to each token of a block by itself: norms, act blocks, rotary positions, activation functions, sums.
+// What is done to each token of a block by itself: norms, act blocks, rotary positions, activation functions.
 // In: F32 vectors, one token after the other. Out: the same; the KV cache. Next: matmul.cu.
 //
 // All are bound by memory: 32 registers or fewer, full occupancy.
@@ -6,12 +6,12 @@
 
 constexpr int TOKEN_THREADS = 256;
 
-// h[t] = w * x[t] / sqrt(mean(x^2) + eps), or with layer_norm w * (x - mean) / sqrt(var + eps) + b; relu clamps it.
+// h[t] = w * x[t] / sqrt(mean(x^2) + eps), or with layer_norm w * (x - mean) / sqrt(var + eps) + b.
 // x, h f32 [n_tok, n]; hq int8 [n_tok, n], hd f32 [n_tok, n / 32]: act blocks of h, or null. One CUDA block per token.
 extern "C" __global__ void __launch_bounds__(256)
 norm_tokens(const float* __restrict__ x, const float* __restrict__ w, const float* __restrict__ b,
             float* __restrict__ h, signed char* __restrict__ hq, float* __restrict__ hd, int n, float eps,
-            int layer_norm, int relu) {
+            int layer_norm) {
   __shared__ float s_sums[TOKEN_THREADS / 32];
   size_t at = (size_t)blockIdx.x * n;
   const float* from = x + at;
@@ -25,7 +25,6 @@ norm_tokens(const float* __restrict__ x, const float* __restrict__ w, const floa
   for (int i = threadIdx.x; i < n; i += TOKEN_THREADS) {
     float v = (from[i] - mean) * r * w[i];
     if (b != nullptr) v += b[i];
-    if (relu && v < 0.f) v = 0.f;
     h[at + i] = v;
     if (hq != nullptr) store_act_block(v, hq, hd, at + i);  // n is a multiple of 32 then: warps are whole
   }
@@ -107,12 +106,4 @@ activate_tokens(float* __restrict__ g, const float* __restrict__ u, int n, int l
   float v = activate_value(act, threshold, *at);
   if (u != nullptr) v = gate_value(act, v, u[(size_t)blockIdx.y * ldu + u_first + i]);
   *at = drop_small(act, threshold, v);
-}
-
-// y[i] = (add: itself +) scale * x[i], i < n: the input of the first layer here, and what the CPU adds to the residual.
-// x may be mapped pinned memory. Grid n / 256.
-extern "C" __global__ void __launch_bounds__(256)
-add_tokens(const float* __restrict__ x, float* __restrict__ y, long long n, float scale, int add) {
-  long long i = (long long)blockIdx.x * TOKEN_THREADS + threadIdx.x;
-  if (i < n) y[i] = (add ? y[i] : 0.f) + scale * x[i];
 }
