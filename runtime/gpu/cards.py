@@ -1,6 +1,6 @@
 """Which cards there are, and why one cannot be used.
 
-In: CuPy, which is imported here and nowhere else. Out: find_cards(), which opens none; the checks before one is opened.
+In: CuPy. Out: find_cards(), which opens none; the checks before one is opened.
 Next: cupy_device.py.
 """
 
