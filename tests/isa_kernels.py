@@ -12,7 +12,6 @@ import sys
 
 import llvmlite.binding as llvm
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llvmlite import ir
 from numba import njit
 
@@ -21,67 +20,136 @@ from hotcold.runtime.kernels import isa
 if sys.argv[1] == "generic":  # what another kind of machine gets; the compiler still makes code for this one
     isa.CHOSEN = isa.choose("generic", frozenset())
 
-from one_op import CANARY, NAMES, address, canaries, close, encode, inside, padded, random_rows, record
+from one_op import (
+    CANARY,
+    FFN,
+    NAMES,
+    Runner,
+    address,
+    attention,
+    block_length,
+    canaries,
+    close,
+    encode,
+    inside,
+    magnitude,
+    matmul,
+    padded,
+    random_rows,
+    record,
+    same_bits,
+)
 
-from hotcold.runtime.kernels import formats, reference, simd, walk
-from hotcold.runtime.kernels.blocks import matmul, matmul_columns, panel_bytes
-from hotcold.runtime.kernels.ffn import active_columns
-from hotcold.runtime.kernels.rows import matvec
+from hotcold.runtime.kernels import blocks, formats, reference, simd, walk
+from hotcold.runtime.kernels.attention import attend_few
+from hotcold.runtime.kernels.attention_block import attend_block
+from hotcold.runtime.kernels.ffn import active_columns, sparse_ffn
 from hotcold.runtime.kernels.vector import quantize
 
-
-@njit(nogil=True)
-def product(program, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch):
-    o = program[0]
-    for t in range(n_tok):
-        quantize(x + t * ldx, xb + t * ldxb, o.cols // 32 * 32)
-    matmul(o, 0, o.rows, n_tok, x, ldx, xb, ldxb, dst, ldd, scratch, 0)
-
-
-@njit(nogil=True)
-def rows_alone(program, x, xb, dst):
-    o = program[0]
-    quantize(x, xb, o.cols // 32 * 32)
-    matvec(o.qt, o.w, o.stride, 0, o.rows, o.cols, x, xb, dst, 0)
+# Tails of every kind: of 16, of 8, of single numbers, and rows shorter than any of them.
+LENGTHS = {1: (1, 7, 72, 100, 323), formats.BLOCK: (64, 96, 320), formats.SUPER_BLOCK: (256, 768)}
+ROUNDING = 3e-6  # relative to the sum of absolute values
+# Attention and the walk through an FFN's neurons differ between x86 CPUs by the width of registers alone, and all tests
+# run them in that of this CPU, some in that of AVX2 (test_isa.py). They are half of what there is to compile.
+BROAD = ("generic",)
+CACHES = (("f32", 7), ("f16", 100), ("q8_0", 96))  # head_dim of each
 
 
 @njit(nogil=True)
-def columns(program, n_tok, x, ldx, dst, ldd, scratch):
-    o = program[0]
-    matmul_columns(o, 0, o.cols, n_tok, x, ldx, dst, ldd, scratch, 0, 0)
+def by_rows(o, n_tok):
+    """Operators of a few tokens, o.few."""
+    if o.op == walk.MATMUL:
+        blocks.few_tokens(o, 0, o.rows, n_tok, o.src, o.ld_src, o.srcb, o.ld_srcb, o.dst, o.ld_dst)
+    elif o.op == walk.COLUMNS:
+        active_columns(o, 0, o.rows, 0, o.src, o.aux, o.aux2, o.dst)
+    else:
+        for t in range(n_tok):
+            quantize(o.src + t * o.ld_src, o.dstb + t * o.ld_dstb, o.cols)
 
 
 @njit(nogil=True)
-def active(program, x, ids, values, dst):
-    o = program[0]
-    return active_columns(o, 0, o.rows, 0, x, ids, values, dst)
+def ffn_step(o, n_tok):
+    if o.op == walk.FFN:
+        sparse_ffn(o, 0, 1, n_tok, 0, o.dst)
+    elif o.op == walk.NORM:
+        walk._norm(o, o.src, o.dst, o.dstb)
+    else:
+        walk._reduce(o, 0, 1, n_tok, 0)
+
+
+@njit(nogil=True)
+def by_panels(o, n_tok, scratch):
+    if o.op == walk.MATMUL:
+        n = walk.load_i64(o.lengths) if o.ids else o.rows
+        blocks.matmul(o, 0, n, n_tok, o.src, o.ld_src, o.srcb, o.ld_srcb, o.dst, o.ld_dst, scratch, o.ids)
+    else:
+        blocks.matmul_columns(o, 0, o.cols, n_tok, o.src, o.ld_src, o.dst, o.ld_dst, scratch, 0, 0)
+
+
+@njit(nogil=True)
+def attend(o, n_tok, pos, scratch):
+    if o.few:
+        attend_few(o, 0, 1, n_tok, pos, o.srcb)
+    else:
+        attend_block(o, 0, 1, n_tok, pos, scratch, o.srcb)
+
+
+COMPILED = (by_rows, by_panels, ffn_step, attend)  # the last two where they are called: see BROAD
+
+
+class Alone(Runner):
+    """One thread and the operators above; few: how products of tokens are made."""
+
+    def __init__(self, few: bool) -> None:
+        self.few = few
+        self.scratch = np.zeros(blocks.panel_bytes(4096), np.uint8)
+
+    def run(self, *records: np.ndarray, n_tok: int = 1, pos: int = 0, first_out: int = 0, **arguments: int) -> None:
+        for o in np.concatenate(records):
+            if o["op"] == walk.ATTEND:
+                attend(o, n_tok, pos, arguments["arena"])
+            elif o["op"] in (walk.NORM, walk.FFN, walk.REDUCE):
+                ffn_step(o, n_tok)
+            elif self.few:
+                by_rows(o, n_tok)
+            else:
+                by_panels(o, n_tok, address(self.scratch))
+
+
+FEW, MANY = Alone(True), Alone(False)
 
 
 def rows_of(ggml_type: int, rng: np.random.Generator, rows: int, cols: int) -> np.ndarray:
     """Encoded rows; the first ones of Q8_0 hold the most extreme bytes, -128 among them."""
     raw = encode(ggml_type, random_rows(rng, rows, cols))
     if ggml_type == formats.Q8_0:
-        blocks = raw.reshape(rows, -1, formats.Q8_0_BYTES)
-        blocks[0, :, 2:], blocks[1, :, 2:] = 128, 127
-        blocks[2, :, 2:] = rng.choice([127, 128, 129], blocks[2, :, 2:].shape)
+        each = raw.reshape(rows, -1, formats.Q8_0_BYTES)
+        each[0, :, 2:], each[1, :, 2:] = 128, 127
+        each[2, :, 2:] = rng.choice([127, 128, 129], each[2, :, 2:].shape)
     return raw
 
 
 def check_product(ggml_type: int, raw: np.ndarray, x: np.ndarray) -> None:
-    n_tok, cols = x.shape
-    out, wide = canaries(n_tok + 2, len(raw) + 3), padded(x)
-    acts = np.zeros((n_tok, (cols // 32 + 1) * formats.ACT_BYTES), np.uint8)
-    scratch = np.zeros(panel_bytes(cols), np.uint8)
-    op = record(walk.MATMUL, rows=len(raw), cols=cols, qt=ggml_type, w=raw, stride=raw.shape[1])
-    product(op, n_tok, address(wide), wide.strides[0], address(acts), acts.strides[0], address(out[1:]),
-            out.strides[0], address(scratch))  # fmt: skip
-    want = reference.matmul(ggml_type, raw, x, None, 1.0)
-    size = np.abs(reference.seen(ggml_type, x)) @ np.abs(reference.decode(ggml_type, raw, cols)).T
-    assert close(inside(out, len(raw)), want, size, 3e-6), (NAMES[ggml_type], raw.shape, n_tok)
-    alone = canaries(len(raw) + 3)
-    rows_alone(op, address(wide), address(acts), address(alone))
-    assert close(alone[: len(raw)], want[0], size[0], 3e-6), (NAMES[ggml_type], raw.shape, "one token")
-    assert (alone[len(raw) :] == CANARY).all()
+    """By rows and by panels, and of a list of rows."""
+    (rows, stride), (n_tok, cols) = raw.shape, x.shape
+    bias = np.linspace(-2, 2, rows, dtype=np.float32)
+    want = reference.matmul(ggml_type, raw, x, bias, 0.5)
+    size = magnitude(ggml_type, raw, x) + 2
+    for runner in (FEW, MANY):
+        got = inside(matmul(runner, ggml_type, raw, x, bias=bias, scale=0.5), rows)
+        assert close(got, want, size, ROUNDING), (NAMES[ggml_type], raw.shape, n_tok, "rows" if runner.few else "tiles")
+    ids = np.arange(1, rows, 2, dtype=np.int32)
+    length = np.array([len(ids)], np.int64)
+    out, wide, acts = canaries(n_tok + 2, len(ids) + 3), padded(x), np.zeros((n_tok, 64), np.uint8)
+    if ggml_type in formats.QUANTIZED:
+        acts = reference.act_blocks(x)
+    op = record(
+        walk.MATMUL, qt=ggml_type, w=raw, stride=stride, rows=rows, cols=cols, src=wide, ld_src=wide.strides[0],
+        srcb=acts, ld_srcb=acts.strides[0], dst=out[1:], ld_dst=out.strides[0], bias=bias, scale=0.5, ids=ids,
+        lengths=length,
+    )  # fmt: skip
+    MANY.run(op, n_tok=n_tok)
+    assert same_bits(inside(out, len(ids)).copy(), got[:, ids]), (NAMES[ggml_type], raw.shape, n_tok, "list")
 
 
 def check_columns(ggml_type: int, raw: np.ndarray, cols: int, x: np.ndarray) -> None:
@@ -89,19 +157,62 @@ def check_columns(ggml_type: int, raw: np.ndarray, cols: int, x: np.ndarray) -> 
     weights = reference.decode(ggml_type, raw, cols)
     want, size = x @ weights, np.abs(x) @ np.abs(weights)
     out, wide = canaries(len(x), cols), padded(x)
-    scratch = np.zeros(panel_bytes(cols), np.uint8)
-    op = record(walk.DOWN, rows=len(raw), cols=cols, qt3=ggml_type, w3=raw, stride3=raw.shape[1])
-    columns(op, len(x), address(wide), wide.strides[0], address(out), out.strides[0], address(scratch))
-    assert close(out, want, size, 3e-6), (NAMES[ggml_type], raw.shape, "tiles")
-    op = record(walk.COLUMNS, rows=cols, cols=len(raw), qt=ggml_type, w=raw, stride=raw.shape[1], sparse=1)
+    MANY.run(record(walk.DOWN, rows=len(raw), cols=cols, qt3=ggml_type, w3=raw, stride3=raw.shape[1], src=wide,
+                    ld_src=wide.strides[0], dst=out, ld_dst=out.strides[0]), n_tok=len(x))  # fmt: skip
+    assert close(out, want, size, ROUNDING), (NAMES[ggml_type], raw.shape, "tiles")
     ids, values, sums = np.zeros(len(raw) + 16, np.int32), np.zeros(len(raw) + 16, np.float32), canaries(cols + 64)
-    active(op, address(wide), address(ids), address(values), address(sums))
-    assert close(sums[:cols], want[0], size[0], 3e-6), (NAMES[ggml_type], raw.shape, "rows")
+    FEW.run(record(walk.COLUMNS, rows=cols, cols=len(raw), qt=ggml_type, w=raw, stride=raw.shape[1], sparse=1,
+                   src=wide, aux=ids, aux2=values, dst=sums))  # fmt: skip
+    assert close(sums[:cols], want[0], size[0], ROUNDING), (NAMES[ggml_type], raw.shape, "rows")
     assert (sums[-(-cols // 64) * 64 :] == CANARY).all()
 
 
+def check_ffn(ggml_type: int, rng: np.random.Generator, cols: int) -> None:
+    """The sparse FFN of a token: right, and exact is dense bit for bit."""
+    n_ff = 75
+    key, value = (random_rows(rng, n, cols) / np.float32(cols**0.5) for n in (n_ff, 2 * n_ff))
+    ffn = FFN("relu", 0.0, True, ggml_type, encode(ggml_type, key), ggml_type, encode(ggml_type, value), cols,
+              rng.standard_normal(n_ff).astype(np.float32))  # fmt: skip
+    x = rng.standard_normal(cols).astype(np.float32)
+    dense, exact = (ffn.run(x, sparsity, 1, FEW)[0] for sparsity in ("dense", "exact"))
+    assert same_bits(dense, exact), (NAMES[ggml_type], "exact is not dense")
+    want, values = ffn.reference(x)
+    assert 0 < np.count_nonzero(values) < n_ff
+    # Of quantized rows: an activation between two int8 numbers may be rounded to either.
+    tolerance = 2e-2 if ggml_type in formats.QUANTIZED else 2e-5
+    assert close(dense, want, 1 + np.abs(want).max(), tolerance), (NAMES[ggml_type], "ffn")
+
+
+def check_attention(rng: np.random.Generator, kind: str, head_dim: int) -> None:
+    """Over two chunks of positions, with a window and without; heads share a KV head in groups of 3."""
+    pos, kv_heads = 290, 2
+    for n_tok, window in ((1, 0), (3, 40), (19, 0), (19, 40)):
+        cache = rng.standard_normal((2, kv_heads, pos + n_tok, head_dim)).astype(np.float32)
+        if kind == "q8_0":
+            raw = encode(formats.Q8_0, cache.reshape(-1, head_dim))
+            seen = reference.decode(formats.Q8_0, raw, head_dim).reshape(cache.shape)
+            cache = raw.reshape(*cache.shape[:-1], -1)
+        else:
+            seen = cache = cache.astype(np.float16 if kind == "f16" else np.float32)
+        q = rng.standard_normal((n_tok, 3 * kv_heads, head_dim)).astype(np.float32)
+        want = reference.attention(q, seen[0], seen[1], pos, window, head_dim**-0.5).reshape(n_tok, -1)
+        got = attention(q, cache, pos=pos, window=window, scale=head_dim**-0.5, n_threads=1, many_tokens=n_tok > 8,
+                        runner=FEW)  # fmt: skip
+        assert close(got[:-1, : want.shape[1]], want, 3, 2e-6), (kind, n_tok, window)
+        assert (got[-1] == CANARY).all()
+
+
+def check_quantize(rng: np.random.Generator) -> None:
+    """Act blocks are the same on every path, bit for bit."""
+    x = rng.standard_normal((9, 96)).astype(np.float32) * np.logspace(-30, 30, 9, dtype=np.float32)[:, None]
+    x[0], x[1] = 0, np.arange(96) - 48
+    out = np.zeros((9, 192), np.uint8)
+    FEW.run(record(walk.QUANT, src=x, ld_src=x.strides[0], cols=96, dstb=out, ld_dstb=192), n_tok=9)
+    assert np.array_equal(out, reference.act_blocks(x))
+
+
 def check_code(name: str) -> None:
-    code = "".join(product.inspect_asm().values())
+    code = "".join(text for f in COMPILED for text in f.inspect_asm().values())
     wide, instruction, pairs = "zmm" in code, "vpdpbusd" in code, "vpmaddubsw" in code
     assert simd.ISA == name, simd.ISA
     assert wide == name.startswith("avx512"), "registers of 512 bits"
@@ -110,10 +221,12 @@ def check_code(name: str) -> None:
         assert pairs, "vpmaddubsw"
     if name == "generic":
         # Numba's reference counts are not ours; LLVM has made an instruction of x86 of them by now.
-        code = "".join(product.inspect_llvm().values()).replace("llvm.x86.atomic", "numba.atomic")
-        ours = set(re.findall(r"@(llvm\.x86[\w.]+)", code))
-        assert not ours, ours
-        check_arm(code)
+        for function in COMPILED:
+            code = "".join(function.inspect_llvm().values()).replace("llvm.x86.atomic", "numba.atomic")
+            ours = set(re.findall(r"@(llvm\.x86[\w.]+)", code))
+            assert not ours, ours
+            if code:
+                check_arm(code)
 
 
 def check_arm(code: str) -> None:
@@ -141,16 +254,20 @@ def _for(target: llvm.TargetMachine, code: str) -> llvm.ModuleRef:
 def main(name: str) -> None:
     rng = np.random.default_rng(7)
     for ggml_type in formats.NATIVE:
-        block = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)][0]
-        lengths = (64, 96, 320) if block <= 32 else (block, 3 * block)
+        lengths = LENGTHS[block_length(ggml_type)]
         for cols, rows, n_tok in itertools.product(lengths, (3, 37), (1, 2, 9, 17)):
             raw = rows_of(ggml_type, rng, rows, cols)
             check_product(ggml_type, raw, rng.standard_normal((n_tok, cols)).astype(np.float32))
-        for cols, rows in ((lengths[0], 37), (lengths[1], 70)):
+        for cols, rows in zip(lengths, (37, 70, 37, 70, 37), strict=False):
             raw = rows_of(ggml_type, rng, rows, cols)
             x = rng.standard_normal((5, rows)).astype(np.float32)
             x[:, ::3] = 0
             check_columns(ggml_type, raw, cols, x)
+        if name in BROAD:
+            check_ffn(ggml_type, rng, lengths[-1])
+    for kind, head_dim in CACHES if name in BROAD else ():
+        check_attention(rng, kind, head_dim)
+    check_quantize(rng)
     check_code(name)
 
 

@@ -145,12 +145,13 @@ KV_NAMES = {np.dtype(np.float16): "f16", np.dtype(np.float32): "f32", np.dtype(n
 
 def attention(
     q: np.ndarray, caches: np.ndarray, *, pos: int, window: int, scale: float, n_threads: int, many_tokens: bool,
-    caches_at: tuple[int, int] | None = None,
+    caches_at: tuple[int, int] | None = None, runner: Runner | None = None,
 ) -> np.ndarray:  # fmt: skip
     """The ATTEND operator as the engine lowers it: q [n_tok, heads, head_dim], caches [2, kv heads, n_ctx, head_dim].
 
     caches of uint8: rows of Q8_0 in the place of head_dim. caches_at: where K and V lie, if not where the engine puts
-    them. Returns the output buffer [n_tok + 1, >= heads * head_dim] with canaries around what is the operator's.
+    them. runner: in the place of one of n_threads. Returns the output buffer [n_tok + 1, >= heads * head_dim] with
+    canaries around what is the operator's.
     """
     n_tok, heads, head_dim = q.shape
     _, kv_heads, n_ctx, _ = caches.shape
@@ -166,7 +167,8 @@ def attention(
         lowered["w3"], lowered["aux"] = caches_at
     out = memory(to.addr, n_tok + 1, to.ld)
     out[:] = CANARY
-    Runner(n_threads).run(lowered, n_tok=n_tok, pos=pos, arena=buffers.arena, arena_size=buffers.arena_size)
+    runner = runner or Runner(n_threads)
+    runner.run(lowered, n_tok=n_tok, pos=pos, arena=buffers.arena, arena_size=buffers.arena_size)
     return out.copy()
 
 
@@ -217,7 +219,9 @@ class FFN:
             plan.Op("reduce", 0, ("acc", "x"), ("x",), (), biases[2], scale=self.scale),
         )
 
-    def run(self, x: np.ndarray, sparsity: str, n_threads: int) -> tuple[np.ndarray, np.ndarray]:
+    def run(
+        self, x: np.ndarray, sparsity: str, n_threads: int, runner: Runner | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """One token through the engine's operators: x float32 [n_embd] -> (x after, neurons computed per thread)."""
         ops = self.operators()
         buffers = program.Buffers(self.config(), n_threads, 8, 8, "f32")
@@ -225,7 +229,8 @@ class FFN:
         at = buffers.shared["x"].addr
         ctypes.memmove(at, x.ctypes.data, x.nbytes)
         counts = np.zeros((n_threads, 2), np.int64)
-        Runner(n_threads).run(lowered, arena=buffers.arena, arena_size=buffers.arena_size, counts=address(counts))
+        runner = runner or Runner(n_threads)
+        runner.run(lowered, arena=buffers.arena, arena_size=buffers.arena_size, counts=address(counts))
         after = np.empty_like(x)
         ctypes.memmove(after.ctypes.data, at, x.nbytes)
         return after, counts[:, walk.COMPUTED]
@@ -258,6 +263,19 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def close(got: np.ndarray, want: np.ndarray, size: np.ndarray | float, tolerance: float) -> bool:
     """|got - want| <= tolerance * size, the size of what was added up."""
     return bool((np.abs(got - want) <= tolerance * size + 1e-30).all())
+
+
+MINIMUM = (formats.Q4_1, formats.Q5_1, formats.Q4_K, formats.Q5_K)
+
+
+def magnitude(ggml_type: int, raw: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """What the rounding of a product is relative to: [n_tok, rows]."""
+    weights = np.abs(reference.decode(ggml_type, raw, x.shape[1]))
+    if ggml_type in (*MINIMUM, formats.Q4_0):  # a weight is the sum of two numbers, which may be larger than it
+        largest = weights.reshape(len(raw), -1, formats.BLOCK).max(axis=-1)
+        weights = 3 * np.repeat(largest, formats.BLOCK, axis=1)
+    size: np.ndarray = np.abs(reference.seen(ggml_type, x)) @ weights.T
+    return size
 
 
 def random_rows(rng: np.random.Generator, rows: int, cols: int) -> np.ndarray:

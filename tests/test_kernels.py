@@ -22,6 +22,7 @@ from hypothesis.extra.numpy import arrays
 from numba import njit
 from one_op import (
     CANARY,
+    MINIMUM,
     NAMES,
     Runner,
     address,
@@ -31,6 +32,7 @@ from one_op import (
     close,
     encode,
     inside,
+    magnitude,
     matmul,
     padded,
     random_rows,
@@ -61,19 +63,6 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 def is_super(ggml_type: int) -> bool:
     return block_length(ggml_type) == formats.SUPER_BLOCK
-
-
-MINIMUM = (formats.Q4_1, formats.Q5_1, formats.Q4_K, formats.Q5_K)
-
-
-def magnitude(ggml_type: int, raw: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """What the rounding of a product is relative to: [n_tok, rows]."""
-    weights = np.abs(reference.decode(ggml_type, raw, x.shape[1]))
-    if ggml_type in (*MINIMUM, formats.Q4_0):  # a weight is the sum of two numbers, which may be larger than it
-        largest = weights.reshape(len(raw), -1, formats.BLOCK).max(axis=-1)
-        weights = 3 * np.repeat(largest, formats.BLOCK, axis=1)
-    size: np.ndarray = np.abs(reference.seen(ggml_type, x)) @ weights.T
-    return size
 
 
 def check_matmul(
@@ -124,7 +113,7 @@ def all_values(ggml_type: int) -> np.ndarray:
     scales = np.array([0, 6e-8, 1e-5, -0.37, 1, -65504], np.float16).view(np.uint8).reshape(-1, 2)
     d_at = 208 if ggml_type == formats.Q6_K else 0
     blocks[:, d_at : d_at + 2] = scales[np.arange(n) % len(scales)]
-    if ggml_type in (formats.Q4_1, formats.Q5_1, formats.Q4_K, formats.Q5_K):
+    if ggml_type in MINIMUM:
         blocks[:, 2:4] = scales[np.arange(n) // len(scales) % len(scales)]
     return blocks
 
