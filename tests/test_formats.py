@@ -80,8 +80,8 @@ def test_logits(fields: dict[str, Any], model: Any) -> None:
 @pytest.mark.parametrize("kinds", [*map(all_of, NEW), MIXED], ids=[*(t.name for t in NEW), "mixed"])
 def test_exact_equals_dense_and_threads_share_alike(kinds: dict[str, Type], model: Any) -> None:
     path = model(patterns=("off", "on", "mixed", "free"), n_ff=(100, 33, 333, 257), **kinds)
-    for threads in (1, 3):
-        exact, dense = (logits(path, WHOLE, True, threads=threads, sparsity=mode) for mode in ("exact", "dense"))
+    for threads, one_by_one in ((1, True), (1, False), (3, True), (3, False)):
+        exact, dense = (logits(path, WHOLE, one_by_one, threads=threads, sparsity=mode) for mode in ("exact", "dense"))
         assert np.array_equal(exact.view(np.uint32), dense.view(np.uint32))
     stock = model(layout="stock", **kinds)
     for one_by_one in (False, True):
