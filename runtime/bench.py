@@ -212,7 +212,8 @@ def measure_setting(setting: Setting, tests: Sequence[Case], args: argparse.Name
         for test in tests:
             note(f"{safe_text(setting.model.name, 60)}, {setting.threads} threads, {engine.sparsity}: {test.name}")
             samples = bench.run(test, args.repetitions, args.warmup)
-            stats = engine.layer_stats() if test.n_gen else None
+            counted = engine.layer_stats()  # before the run for --ops, which counts anew
+            stats = counted if test.n_gen else None
             read = None
             if stats is not None and not test.n_prompt and stats.hybrid is None:  # of RAM: a GPU reads its own
                 read = token_bytes(engine, stats, contexts(test))
@@ -239,7 +240,7 @@ def measure_setting(setting: Setting, tests: Sequence[Case], args: argparse.Name
                 load_average=load_average(),
                 test_time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 ops=bench.ops(test) if args.ops else [],
-                hybrid=engine.layer_stats().hybrid,
+                hybrid=counted.hybrid,
                 gpu_plan=engine.plan.placement.kind if engine.plan.placement else "",
                 n_gpu_layers=engine.config.n_layer - engine.plan.placement.first if engine.plan.placement else 0,
             )

@@ -242,6 +242,26 @@ def test_ops_adds_a_table_and_a_list(run: Run, small: Path, threads: str) -> Non
     assert run(small, *options, "-o", "csv")[0] == 2
 
 
+def test_what_was_counted_is_of_the_timed_runs(run: Run, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run for --ops counts anew: nothing is read after it."""
+    order: list[str] = []
+
+    def watch(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            result = original(*arguments)
+            order.append(name)
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in ((Bench, "run"), (Bench, "ops"), (Engine, "layer_stats")):
+        watch(owner, name)
+    assert run(small, *FEW, "--ops")[0] == 0
+    assert order.count("ops") == 2 and ("ops", "layer_stats") not in list(zip(order, order[1:], strict=False))
+
+
 class _Compilations(event.Listener):
     """Names of what Numba compiles."""
 
