@@ -94,7 +94,7 @@ class Result:
     bandwidth: float | None  # bytes per second that as many threads read from RAM
     load_s: float
     peak_rss: int  # bytes, since this model was opened
-    mmap: bool
+    use_mmap: bool
     mlock: bool  # whether it is locked, not whether that was asked for
     load_average: float
     test_time: str
@@ -235,7 +235,7 @@ def measure_setting(setting: Setting, tests: Sequence[Case], args: argparse.Name
                 bandwidth=bandwidth,
                 load_s=load_s,
                 peak_rss=peak_rss(),
-                mmap=args.mmap,
+                use_mmap=args.mmap,
                 mlock=engine.file.locked,
                 load_average=load_average(),
                 test_time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

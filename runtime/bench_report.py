@@ -2,7 +2,8 @@
 
 In: Results, one after the other. Out: Markdown, JSON, one JSON object per line, or CSV on a stream. Next: nothing.
 
-Columns and fields that llama-bench has keep its names and meaning; ours follow behind them.
+Columns and fields that llama-bench has keep its names and meaning; ours follow behind them. use_mmap is its name in
+older builds, today's have load_mode.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def record(result: Result) -> dict[str, Any]:
         "bytes_share": r.bytes_share, "bytes_per_token": r.bytes_per_token, "bytes_per_s": r.bytes_per_second,
         "read_bandwidth": r.bandwidth, "bandwidth_share": r.bandwidth_share,
         "cpu_s": [n / 1e9 for n in r.samples_cpu_ns], "tokens_per_cpu_s": r.tokens_per_cpu_s, "load_s": r.load_s,
-        "peak_rss": r.peak_rss, "mmap": r.mmap, "mlock": r.mlock, "load_average": r.load_average,
+        "peak_rss": r.peak_rss, "use_mmap": r.use_mmap, "mlock": r.mlock, "load_average": r.load_average,
         "kernels": simd.ISA, "gpu_plan": r.gpu_plan, "vram": r.hybrid.vram if r.hybrid else 0,
         "gpu_skips": r.hybrid.skips if r.hybrid else None,
     }  # fmt: skip

@@ -27,12 +27,12 @@ FEW = ["-p", "9", "-n", "3", "-r", "2", "-t", "1", "--no-bandwidth"]
 LLAMA_BENCH = {
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size",
     "model_n_params", "n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "n_prompt", "n_gen",
-    "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts",
+    "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts", "use_mmap",
 }  # fmt: skip
 OURS = {
     "gpu_plan", "vram", "gpu_skips",
     "sparsity", "share_checked", "share_computed", "bytes_share", "bytes_per_token", "bytes_per_s", "read_bandwidth",
-    "bandwidth_share", "cpu_s", "tokens_per_cpu_s", "load_s", "peak_rss", "mmap", "mlock", "load_average",
+    "bandwidth_share", "cpu_s", "tokens_per_cpu_s", "load_s", "peak_rss", "mlock", "load_average",
     "kernels",
 }  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_csv_has_one_heading_and_quoted_fields(run: Run, small: Path) -> None:
     assert code == 0 and [r["sparsity"] for r in rows] == ["exact", "exact", "dense", "dense"]
     assert rows[0].keys() == (LLAMA_BENCH | OURS) - {"samples_ns", "samples_ts", "cpu_s"}
     assert rows[0]["share_computed"] == "" and float(rows[1]["share_computed"]) < float(rows[3]["share_computed"]) == 1
-    assert rows[0]["mmap"] == "1" and rows[0]["mlock"] == "0"
+    assert rows[0]["use_mmap"] == "1" and rows[0]["mlock"] == "0"
 
 
 def test_the_table_begins_with_the_columns_of_llama_bench(run: Run, small: Path) -> None:
@@ -109,7 +109,7 @@ def test_models_threads_and_modes_are_combined(run: Run, small: Path) -> None:
     records = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and len(records) == 16
     seen = {(r["n_threads"], r["sparsity"], r["type_k"]) for r in records}
-    assert len(seen) == 8 and all(not r["mmap"] for r in records)
+    assert len(seen) == 8 and all(not r["use_mmap"] for r in records)
     assert all(r["stddev_ts"] == 0 for r in records)
 
 
