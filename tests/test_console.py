@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import numpy as np
 
-from hotcold.runtime.console import TextOut, printable, share_line, timing_summary
+from hotcold.runtime.console import TextOut, hybrid_line, printable, share_line, timing_summary
 from hotcold.runtime.generate import GenerationStats
-from hotcold.runtime.stats import LayerStats
+from hotcold.runtime.stats import HybridStats, LayerStats
 
 
 class Terminal(io.StringIO):
@@ -77,6 +78,21 @@ def test_layers_that_are_alike_are_not_listed() -> None:
     line = share_line(stats([1.0, 1.0, 1.0]).layers)
     assert line == "100.0 % in each of 3 layers; 50.0 % of the feed-forward bytes read"
     assert share_line(None) == "no token generated yet"
+
+
+def test_what_the_gpu_had_and_how_often_it_did_not_wait() -> None:
+    """Shares are of the layers on the GPU: the first of these three is the CPU's."""
+    gpu, cpu, asked = np.array([0.0, 60.0, 30.0]), np.array([0.0, 10.0, 0.0]), np.array([0.0, 0.75, 0.0])
+    shared = HybridStats(1, gpu, cpu, asked, 3 << 20, "card")
+    line = ("layers 1-2 on card, 3 MiB of VRAM; 10.0 % of their neurons by the CPU, 0.8 waits and transfers per token, "
+            "62.5 % of layers skipped")  # fmt: skip
+    assert hybrid_line(shared) == line
+    some = stats([1.0, 1.0, 1.0])
+    assert some.layers is not None
+    some.layers = dataclasses.replace(some.layers, hybrid=shared)
+    assert f"             GPU = {line}" in timing_summary(some, 0, 0)
+    alone = HybridStats(2, gpu, np.zeros(3), np.zeros(3), 1 << 20, "card")
+    assert hybrid_line(alone) == "layer 2 on card, 1 MiB of VRAM; no neurons left to the CPU"
 
 
 def test_key_rows_are_named_where_some_were_not_read() -> None:

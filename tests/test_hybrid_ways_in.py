@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 from cuda_on_cpu.build import compiler
 from cuda_on_cpu.sim_device import SimDevice
+from gguf import GGMLQuantizationType as Type
 from hybrid import CPU, config_of, hybrid, part, steps
+from small_models import Spec, all_of, write_model
 from tiny import token_ids
 
 from hotcold.placement import machine
@@ -104,6 +107,16 @@ def test_stats_of_a_conversation_tell_of_the_gpu(path: Path, card: SimDevice, ru
     code, _, err = run("chat", path, "-n", "2", "-t", "1", "-c", "128", "-ngl", "1", stdin=b"hello\n/stats\n")
     assert code == 0
     assert "GPU: layer 2 on simulated" in err and "MiB of VRAM; no neurons left to the CPU" in err
+    typed = ("chat", path, "-n", "2", "-t", "1", "-c", "128", "--gpu-plan", "keys", "--vram-budget")
+    card.__dict__.update(SimDevice(memory=1 << 30).__dict__)
+    code, _, err = run(*typed, "1MiB")
+    least = re.search(r"at least .* \((\d+) bytes\) are needed", err)
+    assert code == 1 and least is not None
+    card.__dict__.update(SimDevice(memory=1 << 30).__dict__)
+    code, _, err = run(*typed, int(least[1]) + (1 << 18), stdin=b"hello\n/stats\n")  # key rows and some neurons more
+    assert code == 0 and re.search(
+        r"GPU: layer 2 on simulated, \d+ MiB of VRAM; \d+\.\d % of their neurons by the CPU, "
+        r"1\.0 waits and transfers per token, 0\.0 % of layers skipped\n", err), err  # fmt: skip
 
 
 def test_bench_uses_a_gpu_only_if_asked(path: Path, card: SimDevice, run: Run) -> None:
@@ -157,6 +170,28 @@ def test_a_timeline_of_both_sides(executor: str, path: Path, tmp_path: Path) -> 
     assert {e["name"] for e in gpu} >= {"matmul attn_q 1", "attend 2", "split 1", "merge 1", "matmul output"}
     names = {e["args"]["name"] for e in events if e["ph"] == "M"}
     assert names >= {"CPU", "GPU: simulated", "worker 0", "worker 1", "stream"}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_timeline_tells_of_waits_and_skips(executor: str, tmp_path: Path) -> None:
+    """Whatever a worker waited for, it had neurons to compute then, or nothing, as in the first layer here."""
+    out = tmp_path / "trace.json"
+    path = write_model(tmp_path / "m.gguf", Spec(patterns=("off", "on"), **all_of(Type.F16)))
+    with hybrid(path, (part(32, True), part(32, True)), executor=executor, trace=out) as engine:
+        steps(engine, [1, 2, 3])
+    events = [e for e in json.loads(out.read_text())["traceEvents"] if e["pid"] == 1 and e["ph"] != "M"]
+    waits = [e for e in events if e["name"].startswith("wait")]
+    after = [e for e in events if e["name"].startswith(("cold", "skip"))]
+    assert waits and len(waits) == len(after)
+    for wait in waits:
+        (then,) = (e for e in after if e["tid"] == wait["tid"] and abs(e["ts"] - wait["ts"] - wait["dur"]) < 1e-2)
+        assert then["name"].split()[1] == wait["name"].split()[1] == str(wait["args"]["layer"])
+    colds, skips = ([e for e in after if e["name"] == name] for name in ("cold 1", "skip 0"))
+    assert len(colds) >= 3 and not [e for e in after if e["name"] == "cold 0"]
+    if executor == "stream":
+        assert not skips, "the host sees that the list is empty, and asks no worker"
+    else:
+        assert len(skips) >= 3 and all(e["ph"] == "i" and e["s"] == "t" and e["tid"] in (1, 2) for e in skips)
 
 
 def test_a_timeline_of_a_prompt_and_where_it_cannot_be_written(path: Path, tmp_path: Path) -> None:

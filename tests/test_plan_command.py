@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,22 @@ def test_tables(plan: Run, folder: Path) -> None:
     assert "chosen         plan keys: the fastest that is exact" in out
     assert "are needed for plan all" in out and "no layer has a predictor" in out
     assert f"of {budget} bytes)" in out
+
+
+def test_tables_have_the_numbers_of_the_json(plan: Run, folder: Path) -> None:
+    """Microseconds of each layer; VRAM by kind with its total, and what is left."""
+    budget = half(folder)
+    found = json.loads(plan("--vram-budget", budget, "--json")[1])
+    lines = plan("--vram-budget", budget)[1].splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("layer "))
+    headings = re.split(r"  +", lines[start].strip())
+    rows = [re.split(r"  +", line.strip()) for line in lines[start + 1 : start + 6]]
+    times = [[row[headings.index(name)] for name in ("T GPU us", "T CPU us", "T us")] for row in rows]
+    assert times == [[f"{x[key]:.1f}" for key in ("gpu_us", "cpu_us", "us")] for x in found["layers"]]
+    assert all(x["gpu_us"] > 0 for x in found["layers"]) and any(x["cpu_us"] > 0 for x in found["layers"])
+    start = next(n for n, line in enumerate(lines) if line.strip() == "VRAM by kind")
+    kinds = {line.split("  ")[0]: int(line.split()[-1]) for line in lines[start + 1 :] if line.strip()}
+    assert kinds == found["memory"] | {"total": found["used"], "left of the budget": budget - found["used"]}
 
 
 def test_json_adds_up(plan: Run, folder: Path) -> None:
