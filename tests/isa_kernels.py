@@ -80,7 +80,7 @@ def ffn_step(o, n_tok):
 @njit(nogil=True)
 def by_panels(o, n_tok, scratch):
     if o.op == walk.MATMUL:
-        n = walk.load_i64(o.lengths) if o.ids else o.rows
+        n = simd.load_i64(o.lengths) if o.ids else o.rows
         blocks.matmul(o, 0, n, n_tok, o.src, o.ld_src, o.srcb, o.ld_srcb, o.dst, o.ld_dst, scratch, o.ids)
     else:
         blocks.matmul_columns(o, 0, o.cols, n_tok, o.src, o.ld_src, o.dst, o.ld_dst, scratch, 0, 0)
@@ -240,9 +240,10 @@ def check_arm(code: str) -> None:
     simd.CHOSEN = isa.choose("aarch64-unknown-linux-gnu", frozenset())
     builder = ir.IRBuilder(ir.Function(module, ir.FunctionType(simd.I64, []), "f").append_basic_block())
     simd.restore_value(builder, simd.flush_value(builder))
+    simd.pause_value(builder)
     builder.ret(simd.cycles_value(builder))
     text = target.emit_assembly(_for(target, str(module))).lower()
-    assert "cntvct_el0" in text and text.count("fpcr") >= 3, text
+    assert "cntvct_el0" in text and text.count("fpcr") >= 3 and "\tisb" in text, text
 
 
 def _for(target: llvm.TargetMachine, code: str) -> llvm.ModuleRef:

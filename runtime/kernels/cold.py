@@ -11,7 +11,17 @@ number above the awaited one means that there was nothing to do. Waiting is boun
 from numba import njit
 
 from hotcold.runtime.kernels.ffn import CHUNK, VALUES
-from hotcold.runtime.kernels.simd import add_w, load_f32, load_i32, load_w, store_f32, store_i32, store_i64, store_w
+from hotcold.runtime.kernels.simd import (
+    add_w,
+    load_f32,
+    load_i32,
+    load_w,
+    pause,
+    store_f32,
+    store_i32,
+    store_i64,
+    store_w,
+)
 from hotcold.runtime.kernels.sync import (
     BROKEN,
     SPINS,
@@ -20,7 +30,6 @@ from hotcold.runtime.kernels.sync import (
     atomic_load,
     atomic_store,
     now_ns,
-    pause,
     sleep_on,
 )
 from hotcold.runtime.kernels.vector import quantize

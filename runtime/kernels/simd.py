@@ -569,6 +569,14 @@ def cycles_value(b: ir.IRBuilder) -> Any:
     return I64(0)
 
 
+def pause_value(b: ir.IRBuilder) -> None:
+    """Wait some tens of cycles, in favour of the core's other thread; nothing where no instruction for it is known."""
+    if CHOSEN.x86:
+        call(b, "llvm.x86.sse2.pause", VOID)
+    elif CHOSEN.aarch64:  # `yield` takes no time on nearly all of them, and waits are counted in pauses
+        call(b, "llvm.aarch64.isb", VOID, I32(15))
+
+
 def flush_value(b: ir.IRBuilder) -> Any:
     """Numbers too small for a normal number count as 0 in this thread from here on; -> the state before."""
     if CHOSEN.x86:
@@ -603,5 +611,6 @@ def _set_mxcsr(b: ir.IRBuilder, state: Any) -> None:
 
 
 read_cycles = emit(types.int64)(cycles_value)
+pause = emit(types.void)(pause_value)
 flush_denormals = emit(types.int64)(flush_value)
 restore_denormals = emit(types.void, types.int64)(restore_value)

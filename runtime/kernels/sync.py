@@ -12,7 +12,7 @@ from numba import njit, types
 from numba.core import cgutils
 
 from hotcold.runtime.kernels import isa
-from hotcold.runtime.kernels.simd import I32, I64, VOID, X86, addr, call, emit, load_i64, pointer
+from hotcold.runtime.kernels.simd import I32, I64, addr, call, emit, load_i64, pause, pointer
 
 LINE = 64  # bytes; one word per cache line
 ABORTED = 1 << 62  # this bit in the release word tells every thread of the team to leave at the same barrier
@@ -54,12 +54,6 @@ def atomic_swap(b: ir.IRBuilder, a, v):
 def atomic_claim(b: ir.IRBuilder, a, seen, v):
     """Put v where `seen` is. Returns what was there: `seen` if this thread has put v there."""
     return b.extract_value(b.cmpxchg(pointer(b, a, I64), seen, v, "seq_cst", "seq_cst"), 0)
-
-
-@emit(types.void)
-def pause(b: ir.IRBuilder):
-    if X86:
-        call(b, "llvm.x86.sse2.pause", VOID)
 
 
 @emit(types.int64)

@@ -24,13 +24,14 @@ from hotcold.runtime.kernels.simd import (
     load_f32,
     load_i32,
     load_i64,
+    pause,
     read_cycles,
     restore_denormals,
     store_f32,
     store_i32,
     store_i64,
 )
-from hotcold.runtime.kernels.sync import atomic_load, atomic_store, atomic_swap, barrier, now_ns, pause
+from hotcold.runtime.kernels.sync import atomic_load, atomic_store, atomic_swap, barrier, now_ns
 from hotcold.runtime.kernels.tiles import FLOAT_ROWS, LANES
 from hotcold.runtime.kernels.vector import (
     activate,
