@@ -40,6 +40,13 @@ def product(x, y):
     return x * y
 
 
+def test_a_name_of_a_function_of_its_own_is_taken_once() -> None:
+    """Otherwise the second intrinsic would run the code of the first where both are called."""
+    simd.emit(types.void, apart="taken_once")
+    with pytest.raises(ValueError, match="taken_once.*choose"):
+        simd.emit(types.void, apart="taken_once")
+
+
 @on_x86
 def test_the_counter_counts() -> None:
     short = min(spin(1000)[0] for _ in range(20))

@@ -57,12 +57,20 @@ f32x8, i32x8, i8x32 = VecType("f32", 8), VecType("i32", 8), VecType("i8", 32)
 f32x16, i32x16, i8x64 = VecType("f32", 16), VecType("i32", 16), VecType("i8", 64)
 
 
+_APART: set[str] = set()  # names that are taken
+
+
 def emit(ret: types.Type, *arg_types: types.Type, apart: str = "") -> Callable[[Callable[..., Any]], Any]:
     """Decorator: f(builder, *llvm_values) -> llvm_value becomes an intrinsic of fixed signature.
 
     apart: the name of a function of its own, without a result. A loop that needs all registers must not share them with
     the large functions around it: there, LLVM keeps a sum in memory now and then, and the loop takes twice the time.
+    A name is one function's: a module that has it already would run that one's code.
     """
+    if apart:
+        if apart in _APART:
+            raise ValueError(f"emit(apart={apart!r}): another intrinsic has this name already, choose one of its own")
+        _APART.add(apart)
 
     def decorate(f: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, values: Sequence[Any]) -> Any:
