@@ -24,7 +24,9 @@ from hotcold.runtime.kernels.isa import CHOSEN
 
 ISA = CHOSEN.name
 X86, WIDE, MISSING = CHOSEN.x86, CHOSEN.wide, CHOSEN.missing
-PAIRS = CHOSEN.name == "avx2"  # bytes are multiplied in pairs and nothing else: see paired()
+# Sums of pairs of products stay 16-bit numbers for a while: see paired(). Where there is no instruction for four
+# products, and only 16 registers: avx512 multiplies in pairs too, but its 32 hold a tile's weights and all its sums.
+PAIRS = CHOSEN.name == "avx2"
 _DPBUSD_TAKES_BYTES = llvm.llvm_version_info[0] >= 22  # the intrinsic's operands became byte vectors in LLVM 22
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -436,12 +438,12 @@ def nibble_products(b, first, second, low, high):
     low, high: values 0..15 of both act blocks, and values 16..31.
     """
     v = shuffle(b, load(b, first, B16), load(b, second, B16), range(32))
-    fifteen, words = const(i8x32.ll, [15] * 32), ir.VectorType(I16, 16)
-    lower, shifted = b.and_(v, fifteen), b.lshr(b.bitcast(v, words), const(words, [4] * 16))
+    fifteen, word_type = const(i8x32.ll, [15] * 32), ir.VectorType(I16, 16)
+    lower, shifted = b.and_(v, fifteen), b.lshr(b.bitcast(v, word_type), const(word_type, [4] * 16))
     upper = b.and_(b.bitcast(shifted, i8x32.ll), fifteen)
     if PAIRS:  # four products of 15 * 127 fit into 16 bits
-        words_ = b.add(byte_pairs(b, lower, low), byte_pairs(b, upper, high))
-        return b.sitofp(_pair_products(b, words_, _ones(8)), f32x8.ll)
+        pairs = b.add(byte_pairs(b, lower, low), byte_pairs(b, upper, high))
+        return b.sitofp(_pair_products(b, pairs, _ones(8)), f32x8.ll)
     zero = const(i32x8.ll, [0] * 8)
     return b.sitofp(dpbusd_value(b, dpbusd_value(b, zero, lower, low, 15), upper, high, 15), f32x8.ll)
 
