@@ -125,6 +125,15 @@ NONE = np.int64(0)  # as an argument; typed, as AHEAD is: a plain int would comp
 AHEAD = np.int64(2048)
 
 
+@njit(inline="always")
+def ahead4(a0, a1, a2, a3, p0, p1, p2, p3):
+    """Prefetch a line of each of four rows."""
+    prefetch_l2(a0 + p0)
+    prefetch_l2(a1 + p1)
+    prefetch_l2(a2 + p2)
+    prefetch_l2(a3 + p3)
+
+
 # ------------------------------------------------------------------ float formats
 
 
@@ -213,10 +222,7 @@ def _float_format(load16, load8, load1, size):
     def axpy4(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc):
         w0, w1, w2, w3 = splat_w(c0), splat_w(c1), splat_w(c2), splat_w(c3)
         for _ in range(n // 16):
-            prefetch_l2(a0 + p0)
-            prefetch_l2(a1 + p1)
-            prefetch_l2(a2 + p2)
-            prefetch_l2(a3 + p3)
+            ahead4(a0, a1, a2, a3, p0, p1, p2, p3)
             s = fma_w(load16(a0), w0, load_w(acc))
             s = fma_w(load16(a1), w1, s)
             s = fma_w(load16(a2), w2, s)
@@ -289,19 +295,32 @@ def _scaled(part):
     return scaled
 
 
-def _last_block(sums):
+def _zero_point_block(sums):
+    """As the blocks of quants.py, of one whose zero point is part of what the integer sums start at."""
+
+    @njit(inline="always")
+    def block(a, q, m, d, e, s):
+        return fma(sums(a, q, m), vmul(splat(load_f16(a)), d), s)
+
+    return block
+
+
+def _last_block(block):
     """Where the number of a row's blocks is odd."""
 
     @njit(inline="always")
-    def last(a, q, m, d, s):
-        return fma(sums(a, q, m), vmul(splat(load_f16(a)), d), s)
+    def last(a0, a1, a2, a3, xb, s0, s1, s2, s3):
+        q, m = load_b32(xb), load_s16(xb + ACT_SUMS)
+        d, e = load_dup(xb + ACT_D), load_second(xb + ACT_DSUM)
+        s0, s1 = block(a0, q, m, d, e, s0), block(a1, q, m, d, e, s1)
+        return s0, s1, block(a2, q, m, d, e, s2), block(a3, q, m, d, e, s3)
 
     return last
 
 
 def _zero_point_dot(sums, size):
     """Rows of blocks {f16 scale, values}, whose zero point is part of what the integer sums start at."""
-    last = _last_block(sums)
+    last = _last_block(_zero_point_block(sums))
 
     @njit
     def dot4(a0, a1, a2, a3, p0, p1, p2, p3, n, xb):
@@ -312,10 +331,7 @@ def _zero_point_dot(sums, size):
         s0, s1, s2, s3 = vzero(), vzero(), vzero(), vzero()
         t0, t1, t2, t3 = vzero(), vzero(), vzero(), vzero()
         for _ in range(n // 64):
-            prefetch_l2(a0 + p0)  # one line for two blocks (36 to 68 bytes)
-            prefetch_l2(a1 + p1)
-            prefetch_l2(a2 + p2)
-            prefetch_l2(a3 + p3)
+            ahead4(a0, a1, a2, a3, p0, p1, p2, p3)  # one line for two blocks (36 to 68 bytes)
             d = vmul(load_scales(a0, a1, a2, a3, size), load_four_each(xb + ACT_D, xb + ACT_BYTES + ACT_D))
             q, m = load_b32(xb), load_s16(xb + ACT_SUMS)
             s0 = fma(sums(a0, q, m), lane0(d), s0)
@@ -334,8 +350,7 @@ def _zero_point_dot(sums, size):
             a2 += 2 * size
             a3 += 2 * size
         if n % 64:
-            q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
-            s0, s1, s2, s3 = last(a0, q, m, d, s0), last(a1, q, m, d, s1), last(a2, q, m, d, s2), last(a3, q, m, d, s3)
+            s0, s1, s2, s3 = last(a0, a1, a2, a3, xb, s0, s1, s2, s3)
         return hsum(vadd(s0, t0)), hsum(vadd(s1, t1)), hsum(vadd(s2, t2)), hsum(vadd(s3, t3))
 
     return dot4
@@ -346,23 +361,20 @@ def _pair_dot(products, sums, size, zero):
 
     products: of two blocks; sums: of one, the zero point subtracted; zero: the zero point that products leave in.
     """
-    last = _last_block(sums)
+    last = _last_block(_zero_point_block(sums))
 
     @njit
     def dot4(a0, a1, a2, a3, p0, p1, p2, p3, n, xb):
         s0, s1, s2, s3 = vzero(), vzero(), vzero(), vzero()
         lows = vzero()  # scale * sum of activations: of each row and of the next block of it, as load_scales has them
         for _ in range(n // 64):
-            prefetch_l2(a0 + p0)  # one line for two blocks (36 to 68 bytes)
-            prefetch_l2(a1 + p1)
-            prefetch_l2(a2 + p2)
-            prefetch_l2(a3 + p3)
-            next_ = xb + ACT_BYTES
-            scales, acts = load_scales(a0, a1, a2, a3, size), load_fours(xb + ACT_D, next_ + ACT_D)
+            ahead4(a0, a1, a2, a3, p0, p1, p2, p3)  # one line for two blocks (36 to 68 bytes)
+            after = xb + ACT_BYTES
+            scales, acts = load_scales(a0, a1, a2, a3, size), load_fours(xb + ACT_D, after + ACT_D)
             d = vmul(scales, each0(acts))
             if zero:
                 lows = fma(scales, each2(acts), lows)  # ACT_DSUM, two words after ACT_D
-            low, high = load_two(xb, next_), load_two(xb + 16, next_ + 16)
+            low, high = load_two(xb, after), load_two(xb + 16, after + 16)
             s0 = fma(products(a0 + 2, a0 + 2 + size, low, high), each0(d), s0)
             s1 = fma(products(a1 + 2, a1 + 2 + size, low, high), each1(d), s1)
             s2 = fma(products(a2 + 2, a2 + 2 + size, low, high), each2(d), s2)
@@ -373,8 +385,7 @@ def _pair_dot(products, sums, size, zero):
             a2 += 2 * size
             a3 += 2 * size
         if n % 64:
-            q, m, d = load_b32(xb), load_s16(xb + ACT_SUMS), load_dup(xb + ACT_D)
-            s0, s1, s2, s3 = last(a0, q, m, d, s0), last(a1, q, m, d, s1), last(a2, q, m, d, s2), last(a3, q, m, d, s3)
+            s0, s1, s2, s3 = last(a0, a1, a2, a3, xb, s0, s1, s2, s3)
         y = add_halves(lows)
         return hsum(s0) - zero * y[0], hsum(s1) - zero * y[1], hsum(s2) - zero * y[2], hsum(s3) - zero * y[3]
 
@@ -383,6 +394,7 @@ def _pair_dot(products, sums, size, zero):
 
 def _block_dot(block, size):
     """Rows of the other formats."""
+    last = _last_block(block)
 
     @njit
     def dot4(a0, a1, a2, a3, p0, p1, p2, p3, n, xb):
@@ -390,10 +402,7 @@ def _block_dot(block, size):
         s0, s1, s2, s3 = vzero(), vzero(), vzero(), vzero()
         t0, t1, t2, t3 = vzero(), vzero(), vzero(), vzero()
         for _ in range(n // 64):
-            prefetch_l2(a0 + p0)  # one line for two blocks (36 to 68 bytes)
-            prefetch_l2(a1 + p1)
-            prefetch_l2(a2 + p2)
-            prefetch_l2(a3 + p3)
+            ahead4(a0, a1, a2, a3, p0, p1, p2, p3)  # one line for two blocks (36 to 68 bytes)
             q, m = load_b32(xb), load_s16(xb + ACT_SUMS)
             d, e = load_dup(xb + ACT_D), load_second(xb + ACT_DSUM)
             s0 = block(a0, q, m, d, e, s0)
@@ -413,12 +422,7 @@ def _block_dot(block, size):
             a2 += 2 * size
             a3 += 2 * size
         if n % 64:
-            q, m = load_b32(xb), load_s16(xb + ACT_SUMS)
-            d, e = load_dup(xb + ACT_D), load_second(xb + ACT_DSUM)
-            s0 = block(a0, q, m, d, e, s0)
-            s1 = block(a1, q, m, d, e, s1)
-            s2 = block(a2, q, m, d, e, s2)
-            s3 = block(a3, q, m, d, e, s3)
+            s0, s1, s2, s3 = last(a0, a1, a2, a3, xb, s0, s1, s2, s3)
         return hsum(vadd(s0, t0)), hsum(vadd(s1, t1)), hsum(vadd(s2, t2)), hsum(vadd(s3, t3))
 
     return dot4
@@ -428,10 +432,7 @@ def _block_axpy(scaled, size):
     @njit
     def axpy4(a0, a1, a2, a3, p0, p1, p2, p3, c0, c1, c2, c3, n, acc):
         for _ in range(n // 32):
-            prefetch_l2(a0 + p0)
-            prefetch_l2(a1 + p1)
-            prefetch_l2(a2 + p2)
-            prefetch_l2(a3 + p3)
+            ahead4(a0, a1, a2, a3, p0, p1, p2, p3)
             lo, hi = load_w(acc), load_w(acc + 64)
             lo, hi = scaled(a0, c0, lo, hi)
             lo, hi = scaled(a1, c1, lo, hi)
