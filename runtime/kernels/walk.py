@@ -68,6 +68,9 @@ OP = np.dtype(
 )
 
 EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN, HIDDEN, COLUMNS, MARK, LIST, COLD = range(15)
+# A block computes all neurons where more than this share fires for one token or another: moving the values of those that
+# do beside each other costs more than the rows of the few that do not.
+MOST = 15 / 16
 CHECKED, COMPUTED = 0, 1  # words of A_COUNTS per layer and thread: key rows read, neurons computed
 
 # Control block: int64 words. The first ones, where threads spin, have a cache line each.
@@ -176,12 +179,11 @@ def _matmul(o, t, n_threads, first, n_tok, own, scratch, logits):
     r0, r1 = share(o.rows, FLOAT_ROWS if n_tok - first > 1 else 4, t, n_threads)
     src, srcb = (o.src + own, o.srcb + own) if o.private else (o.src, o.srcb)
     dst = o.dst if o.dst else logits - first * o.ld_dst
-    n, ids = n_tok - first, NONE
-    if o.ids:
-        ids = o.ids + own
-        r0, r1 = share(load_i64(o.lengths + own), LANES, t, n_threads)
+    n, (ids, listed) = n_tok - first, _listed(o, own, o.rows)
+    if ids:
+        r0, r1 = share(listed, LANES, t, n_threads)
     src, srcb, dst = src + first * o.ld_src, srcb + first * o.ld_srcb, dst + first * o.ld_dst
-    if o.few or n < PACK_TOKENS and not ids:
+    if o.few or n < PACK_TOKENS and not o.ids:
         few_tokens(o, r0, r1, n, src, o.ld_src, srcb, o.ld_srcb, dst, o.ld_dst)
     else:
         matmul(o, r0, r1, n, src, o.ld_src, srcb, o.ld_srcb, dst, o.ld_dst, scratch, ids)
@@ -207,11 +209,11 @@ def _activate(o, t, n_threads, n_tok, own):
     """src (keys) and srcb (up, 0 if not gated) -> src, tokens split over threads. With a list the values of its neurons
     come to stand one beside the other, as those of srcb do already."""
     r0, r1 = share(n_tok, 1, t, n_threads)
-    cols = load_i64(o.lengths + own) if o.ids else o.cols
+    ids, cols = _listed(o, own, o.cols)
     for i in range(r0, r1):
         p = o.src + i * o.ld_src
-        if o.ids:
-            gather(p, o.ids + own, cols)
+        if ids:
+            gather(p, ids, cols)
         activate(o.act, o.threshold, p, p, cols)
         if o.srcb:
             gate(o.act, p, o.srcb + i * o.ld_srcb, p, cols)
@@ -232,12 +234,19 @@ def _mark(o, t, n_threads, n_tok):
 
 @njit
 def _list(o, own):
-    """The marked neurons, into a list of this thread's own, in order."""
+    """The marked neurons, into a list of this thread's own, in order. A list of nearly all counts as one of all."""
     n = 0
     for r in range(o.cols):
         store_i32(o.ids + own + 4 * n, r)
         n += load_i32(o.aux + 4 * (r // 16)) >> (r % 16) & 1
-    store_i64(o.lengths + own, n)
+    store_i64(o.lengths + own, n if n <= MOST * o.cols else o.cols)
+
+
+@njit(inline="always")
+def _listed(o, own, rows):
+    """(list of the neurons of a block, its length): (NONE, rows) where there is none, or all are to be computed."""
+    n = load_i64(o.lengths + own) if o.ids else rows
+    return (o.ids + own if n < rows else NONE), n
 
 
 @njit(inline="always")
@@ -297,7 +306,7 @@ def _step(o, t, n_threads, n_tok, pos, first_out, ctl, slot):
         _activate(o, t, n_threads, n_tok, own)
     elif o.op == DOWN:
         c0, c1 = share(o.cols, FLOAT_ROWS, t, n_threads)
-        ids, n = (o.ids + own, load_i64(o.lengths + own)) if o.ids else (NONE, o.rows)
+        ids, n = _listed(o, own, o.rows)
         matmul_columns(o, c0, c1, n_tok, o.src, o.ld_src, o.dst, o.ld_dst, scratch, ids, n)
     elif o.op == MARK:
         _mark(o, t, n_threads, n_tok)

@@ -145,8 +145,8 @@ FIGURES = (
     ),
     Figure(
         "prompt-sparse", "Prompts of a sparse model, exact",
-        "Blocks compute the neurons that fire for any of their tokens; against dense blocks of the same file. There is "
-        "no number of tokens from which on blocks are dense: where the union is everything, listing it costs little.",
+        "Blocks compute the neurons that fire for any of their tokens, or all where nearly all do; against dense blocks "
+        "of the same file.",
         "dense",
         tuple(Job("llama-1.3b Q8_0", "compare", SPARSE[1],
                   ("--prompt-tokens", n, "--gen-tokens", "0", *TWO, *REPACKED, "--no-mmap", "--modes",
