@@ -235,7 +235,8 @@ def test_what_is_measured_is_not_measured_again_and_failures_stop_nothing(tmp_pa
 def test_machines_of_one_name_do_not_share_a_folder(tmp_path, monkeypatch):
     figure = by_name("dense-q4_k")
     assert figure is not None
-    facts = {"CPU": "a CPU", "instruction sets": "avx2", "cores": "2", "memory": "25 GB", "load average": "0.1"}
+    facts = {"CPU": "a CPU", "CPU model": "family 6, model 1, stepping 1", "instruction sets": "avx2", "cores": "2",
+             "memory": "25 GB", "load average": "0.1"}  # fmt: skip
     monkeypatch.setattr(runs, "machine_facts", lambda: facts)
     monkeypatch.setitem(runs.RUNNERS, "compare", lambda *args: {"result": {"machine": facts}})
     monkeypatch.setattr(runs, "make_model", lambda model, given: (tmp_path / "m.gguf", None))

@@ -35,7 +35,7 @@ TINY_NUMBERS = {"--prompt-tokens": 16, "--gen-tokens": 4, "-n": 4, "--quality-to
 TINY_LISTS = {"-d": "0,64,128,256", "-t": "1", "--threads": "1"}
 RESULTS = SCRIPTS / "benchmarking" / "results"  # of all machines, in git
 ANYWHERE = "anywhere"  # the folder of results that are the same on every machine
-SAME = ("CPU", "instruction sets", "cores", "memory")  # facts of a machine that a folder's results share
+SAME = ("CPU", "CPU model", "instruction sets", "cores", "memory")  # facts of a machine that a folder's results share
 TRIES = 3  # of a burst that others disturb
 # What the page shows of a comparison, and of a test of `hotcold bench`.
 KEPT = ("speed", "use", "quality", "notes", "commands", "llama_cpp", "machine", "versions", "load_at_end")
