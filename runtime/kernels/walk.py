@@ -68,8 +68,8 @@ OP = np.dtype(
 )
 
 EMBED, NORM, QUANT, MATMUL, ROPE, ATTEND, FFN, REDUCE, ACTIVATE, DOWN, HIDDEN, COLUMNS, MARK, LIST, COLD = range(15)
-# A block computes all neurons where more than this share fires for one token or another: moving the values of those that
-# do beside each other costs more than the rows of the few that do not.
+# A block computes all neurons where more than this share fires for one token or another: moving the values of those
+# beside each other costs more than the rows of the few that do not fire.
 MOST = 15 / 16
 CHECKED, COMPUTED = 0, 1  # words of A_COUNTS per layer and thread: key rows read, neurons computed
 

@@ -145,9 +145,8 @@ FIGURES = (
     ),
     Figure(
         "prompt-sparse", "Prompts of a sparse model, exact",
-        "Blocks compute the neurons that fire for any of their tokens, or all where nearly all do; against dense blocks "
-        "of the same file.",
-        "dense",
+        "Blocks compute the neurons that fire for any of their tokens, or all where nearly all do; against dense "
+        "blocks of the same file.", "dense",
         tuple(Job("llama-1.3b Q8_0", "compare", SPARSE[1],
                   ("--prompt-tokens", n, "--gen-tokens", "0", *TWO, *REPACKED, "--no-mmap", "--modes",
                    "dense,exact", "--quality-tokens", "0"), 0.98, part=f"pp{n}")
