@@ -49,9 +49,6 @@ from hotcold.runtime.kernels.vector import quantize
 # Tails of every kind: of 16, of 8, of single numbers, and rows shorter than any of them.
 LENGTHS = {1: (1, 7, 72, 100, 323), formats.BLOCK: (64, 96, 320), formats.SUPER_BLOCK: (256, 768)}
 ROUNDING = 3e-6  # relative to the sum of absolute values
-# Attention and the walk through an FFN's neurons differ between x86 CPUs by the width of registers alone, and all tests
-# run them in that of this CPU, some in that of AVX2 (test_isa.py). They are half of what there is to compile.
-BROAD = ("generic",)
 CACHES = (("f32", 7), ("f16", 100), ("q8_0", 96))  # head_dim of each
 
 
@@ -94,7 +91,7 @@ def attend(o, n_tok, pos, scratch):
         attend_block(o, 0, 1, n_tok, pos, scratch, o.srcb)
 
 
-COMPILED = (by_rows, by_panels, ffn_step, attend)  # the last two where they are called: see BROAD
+COMPILED = (by_rows, by_panels, ffn_step, attend)
 
 
 class Alone(Runner):
@@ -264,9 +261,8 @@ def main(name: str) -> None:
             x = rng.standard_normal((5, rows)).astype(np.float32)
             x[:, ::3] = 0
             check_columns(ggml_type, raw, cols, x)
-        if name in BROAD:
-            check_ffn(ggml_type, rng, lengths[-1])
-    for kind, head_dim in CACHES if name in BROAD else ():
+        check_ffn(ggml_type, rng, lengths[-1])
+    for kind, head_dim in CACHES:
         check_attention(rng, kind, head_dim)
     check_quantize(rng)
     check_code(name)

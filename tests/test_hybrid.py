@@ -227,7 +227,7 @@ def toy_that_looks_ahead(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "executor", "n"), [("keys", "graph", 1000), ("predict", "graph", 250), ("predict", "stream", 250)]
+    ("kind", "executor", "n"), [("keys", "graph", 1600), ("predict", "graph", 300), ("predict", "stream", 300)]
 )
 def test_many_tokens_with_jitter_on_both_sides(
     kind: str, executor: str, n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
