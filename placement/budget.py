@@ -47,9 +47,9 @@ def placement_table(p: Placement) -> RenderableType:
                       f"{p.share[layer]:.1%}", *(f"{t * 1e6:.1f}" for t in times), f"{p.p_cold[layer]:.0%}",
                       format_bytes(p.gpu_bytes[layer]), str(p.gpu_bytes[layer]))  # fmt: skip
     faster = p.t_token_cpu / p.t_token
+    driver = f", {format_bytes(p.hardware.gpu_context)} of it the driver's" if p.used else ""
     lines = [
-        f"VRAM used      {format_bytes(p.used)} of {format_bytes(p.budget)} ({p.used} of {p.budget} bytes), "
-        f"{format_bytes(p.hardware.gpu_context)} of it the driver's",
+        f"VRAM used      {format_bytes(p.used)} of {format_bytes(p.budget)} ({p.used} of {p.budget} bytes){driver}",
         f"RAM read       {format_bytes(p.ram)} ({p.ram} bytes)",
         f"neuron load    {p.load:.1%} GPU, {1 - p.load:.1%} CPU",
         f"expected       {p.tokens_per_second:.1f} tokens/s with a context half full; all on the CPU, {p.sparsity}: "

@@ -169,7 +169,7 @@ def pick(found: Sequence[Candidate], kind: str, sparsity: str, budget: int) -> t
     if best.kind == CPU_ONLY:
         others = [c for c in exact if c.kind != CPU_ONLY]
         if all(c.placement is None for c in others):
-            return best, f"nothing on the GPU: {_why_none(others)}"
+            return best, f"nothing on the GPU: {_why_none(others).removeprefix('GPU: ')}"
         return best, f"nothing on the GPU: the CPU alone is faster than any plan for {format_bytes(budget)}"
     rest = ", ".join(f"{c.kind} {c.placement.tokens_per_second:.1f}" for c in exact
                      if c.placement is not None and c.kind != best.kind)  # fmt: skip

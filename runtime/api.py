@@ -81,6 +81,9 @@ class Model:
 
         Raises HotcoldError if the file is not a model this program computes, or an option is out of range.
         """
+        if gpu is not None and not isinstance(gpu, (str, GpuOptions)):
+            raise HotcoldError("gpu must be off, auto, required, None or GpuOptions, as in GpuOptions(vram_budget=8 << "
+                               f"30); got {gpu!r}")  # fmt: skip
         engine = Engine.open(
             path, sparsity=sparsity, threads=threads, n_ctx=n_ctx, kv_type=kv_type, mmap=mmap, mlock=mlock,
             notify=notify, gpu=GpuOptions(gpu) if gpu is None or isinstance(gpu, str) else gpu,

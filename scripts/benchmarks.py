@@ -53,6 +53,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.tiny and not args.results:
         parser.error("--tiny: name a folder with --results, its figures do not belong to the others")
+    if args.write and not args.write.parent.is_dir():
+        parser.error(f"--write {args.write}: no such folder: {args.write.parent}")
     if not (args.names or args.list or args.write):
         parser.error("name figures, or give --list or --write")
     return args
@@ -126,7 +128,7 @@ def main() -> int:
             old = args.write.read_text() if args.write.exists() else ""
             args.write.write_text(write_page(machines(results, alone=bool(args.results)), old, load_gpus(RESULTS)))
             say(f"wrote {args.write}")
-    except (HotcoldError, OSError) as error:
+    except (HotcoldError, OSError, UnicodeDecodeError) as error:  # the latter: --write over what is no text
         say(f"benchmarks: {error}")
         return 1
     except KeyboardInterrupt:

@@ -159,9 +159,17 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--plot {args.plot}: its name must end in .png or .svg")
     if args.quality_tokens == 1:
         parser.error("--quality-tokens 1: allowed are 0, and 2 or more: the first token has none before it")
-    for name in ("noise", "wait", "timeout"):
+    for name in ("noise", "wait"):
         if not getattr(args, name) >= 0:  # nan is not
             parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
+    if not args.timeout > 0:
+        parser.error(f"--timeout {args.timeout}: must be more than 0")
+    if str(args.text) != "random" and not Path(args.text).is_file():  # not only after an hour
+        parser.error(f"--text {args.text}: no such file, and not the word random")
+    for name in ("out", "markdown", "plot"):
+        path = getattr(args, name)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name} {path}: no such folder: {path.parent}")
     if args.prompt_tokens + args.gen_tokens < 1:
         parser.error("--prompt-tokens and --gen-tokens are both 0: nothing to measure")
     return args

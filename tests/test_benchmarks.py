@@ -273,9 +273,29 @@ def test_a_shown_command_is_the_one_that_ran(tmp_path, monkeypatch):
     assert "- others kept 0.25 cores busy in the worst burst, which counts only up to 0.30" in page
 
 
-def test_broken_results_are_told(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"notes": ["A run of llama.cpp failed and is left out. It died."]}, "failed and is left out. It died"),
+     ({"speed": [{"ours": []}]}, "no round was clean")],
+)  # fmt: skip
+def test_comparisons_that_compare_nothing_are_no_results(tmp_path, monkeypatch, changes, why):
+    def start(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        result = compared(2.0)["result"] | {"rounds": [], "commands": []} | changes
+        Path(command[command.index("-o") + 1]).write_text(json.dumps([result]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(runs.subprocess, "run", start)
+    figure = by_name("exact-opt")
+    assert figure is not None
+    with pytest.raises(HotcoldError, match=why):
+        runs.run_compare(figure.jobs[0], Path("/m/x.gguf"), None, options(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"jobs": {"a": 5}}', '{"jobs": {"a": {"result": null}}}',
+                                  '{"jobs": {"a": {"machine": "x"}}}'])  # fmt: skip
+def test_broken_results_are_told(tmp_path, text):
     figure = FIGURES[0]
-    (tmp_path / f"{figure.name}.json").write_text("[]")
+    (tmp_path / f"{figure.name}.json").write_text(text)
     with pytest.raises(HotcoldError, match="not a file of results"):
         load(tmp_path, figure)
 
@@ -301,6 +321,11 @@ def test_unknown_figures_and_missing_models_are_one_line(tmp_path):
     assert done.returncode == 1 and done.stderr.startswith("benchmarks: no figure 'speed-of-light', choose from all, ")
     done = benchmarks("relu-smollm2", "--results", tmp_path, "--demo", tmp_path / "none.gguf")
     assert done.returncode == 1 and "scripts/run makes it" in done.stderr and "Traceback" not in done.stderr
+    done = benchmarks("--results", tmp_path, "--write", tmp_path / "none" / "page.md")
+    assert done.returncode == 2 and "no such folder" in done.stderr
+    (tmp_path / "page.md").write_bytes(b"\xff")
+    done = benchmarks("--results", tmp_path, "--write", tmp_path / "page.md")
+    assert done.returncode == 1 and done.stderr.startswith("benchmarks: 'utf-8' codec")
 
 
 def test_what_is_the_same_everywhere_stands_once(tmp_path):

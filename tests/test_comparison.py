@@ -363,6 +363,15 @@ def test_without_mapping_both_read_their_file(tmp_path, usage, words):
     assert "--no-mmap" in stock
 
 
+@pytest.mark.parametrize("content", [b"", b"#!/bin/sh\nprintf '\\377\\n'\n"])
+def test_a_llama_bench_that_is_no_program_or_prints_no_text_is_left_out(synthetic, tmp_path, content):
+    (tmp_path / "llama-bench").write_bytes(content)
+    (tmp_path / "llama-bench").chmod(0o755)
+    done = compare(synthetic, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "A run of llama.cpp failed and is left out" in done.stdout and "| 1 | tg4 | dense |" in done.stdout
+
+
 def test_comparison_of_a_broken_model_is_one_line(tmp_path):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
@@ -375,7 +384,9 @@ def test_comparison_of_a_broken_model_is_one_line(tmp_path):
 @pytest.mark.parametrize(("options", "why"), [
     (["--reps", "-1"], "must be a whole number from 0"), (["--threads", "1,0"], "must be a whole number from 1"),
     (["--gen-tokens", "-8"], "must be a whole number from 0"), (["--quality-tokens", "1"], "allowed are 0, and 2"),
-    (["--noise", "-1"], "must be 0 or more"), (["--gen-tokens", "0", "--prompt-tokens", "0"], "nothing to measure"),
+    (["--noise", "-1"], "must be 0 or more"), (["--timeout", "0"], "must be more than 0"),
+    (["--text", "none.txt"], "no such file"), (["-o", "none/x.json"], "no such folder: none"),
+    (["--gen-tokens", "0", "--prompt-tokens", "0"], "nothing to measure"),
 ])  # fmt: skip
 def test_numbers_that_cannot_be_are_usage_errors(options, why, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare_llama_cpp.py", "m.gguf", *options])

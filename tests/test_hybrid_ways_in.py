@@ -135,6 +135,8 @@ def test_the_python_interface_takes_words_and_options(path: Path, card: SimDevic
         wanted = model.logits([1, 2])
     with pytest.raises(HotcoldError, match="gpu 'yes' is unknown, choose from auto, off, required"):
         Model.open(path, gpu="yes")
+    with pytest.raises(HotcoldError, match="gpu must be off, auto, required, None or GpuOptions"):
+        Model.open(path, gpu=8 << 30)  # type: ignore[arg-type]
     options = GpuOptions(device=card, placement=last_layers(config_of(path), 2, budget=0, n_ctx=32))
     with Model.open(path, threads=1, n_ctx=32, gpu=options) as model:
         assert isinstance(model.session.engine, HybridEngine)

@@ -70,11 +70,18 @@ def load(results: Path, figure: Figure) -> dict[str, Any]:
         return {"name": figure.name, "jobs": {}}
     try:
         found = json.loads(path.read_text())
-        if not isinstance(found, dict) or not isinstance(found.get("jobs"), dict):
+        jobs = found.get("jobs") if isinstance(found, dict) else None
+        if not isinstance(jobs, dict) or not all(map(is_result, jobs.values())):
             raise ValueError("no object with jobs")
     except ValueError as error:
         raise HotcoldError(f"{path}: not a file of results: {error}; remove it to measure again") from None
     return found
+
+
+def is_result(job: Any) -> bool:
+    """Of a job: an object that says, itself or in its `result`, on which machine it ran."""
+    facts = job.get("result", job) if isinstance(job, dict) else None
+    return isinstance(facts, dict) and isinstance(facts.get("machine", {}), dict)
 
 
 def save(results: Path, figure: Figure, found: dict[str, Any]) -> None:
@@ -200,6 +207,10 @@ def run_compare(job: Job, model: Path, twin: Path | None, options: Options) -> d
         (result,) = json.loads(out.read_text())
     finally:
         out.unlink(missing_ok=True)
+    if failed := [note for note in result["notes"] if "failed and is left out" in note]:
+        raise HotcoldError(failed[0])
+    if not any(row["ours"] for row in result["speed"]):
+        raise HotcoldError("no round was clean: others used the machine in each; --noise allows more")
     bursts = [(who, burst) for turn in result["rounds"] for who, burst in turn["bursts"].items()]
     others = {who: [burst["others"] for name, burst in bursts if name == who] for who, _ in bursts}
     result = {name: result[name] for name in KEPT} | {"players": sorted(others), "others_by_player": others}

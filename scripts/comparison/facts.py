@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from comparison.settings import FOLDER
+from comparison.settings import ANSWER_S, FOLDER
 
 # Of cmake's cache, what decides how fast a build for the CPU is; GGML_ switches are shown where they are on.
 BUILD_KEYS = ("CMAKE_BUILD_TYPE", "CMAKE_C_FLAGS", "CMAKE_CXX_FLAGS", "CMAKE_CXX_FLAGS_RELEASE", "GGML_CPU_ARM_ARCH")
@@ -43,7 +43,8 @@ def build_facts(program: Path) -> str:
     """Compiler and switches of a llama-bench, as far as it and cmake's cache beside it tell."""
     parts = []
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, errors="replace",
+                              timeout=ANSWER_S)  # fmt: skip
         parts += [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("built with")]
     except (OSError, subprocess.TimeoutExpired):
         pass

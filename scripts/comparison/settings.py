@@ -13,6 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 HOTCOLD = [sys.executable, "-m", "hotcold.runtime.cli"]  # the command of this very Python, installed or not
 STOCK = "llama.cpp"  # its label in tables
+ANSWER_S = 10.0  # seconds that a program has to tell its version or options
 NO_REPACK = "llama.cpp, no repack"  # the same with weights left as they lie in the file
 REPACK = {"on": (STOCK,), "off": (NO_REPACK,), "both": (STOCK, NO_REPACK)}
 

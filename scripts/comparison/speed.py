@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison.bursts import Burst, run_burst, wait_for_quiet
-from comparison.settings import NO_REPACK, REPACK, STOCK, Settings, say, test_name
+from comparison.settings import ANSWER_S, NO_REPACK, REPACK, STOCK, Settings, say, test_name
 from comparison.twins import Twins
 from hotcold.runtime.bandwidth import ReadTest, last_level_cache
 from hotcold.runtime.errors import HotcoldError
@@ -81,7 +81,7 @@ def has_repack(settings: Settings) -> bool:
 def usage_of(program: Path) -> str:
     """What it says of its options, which differ between versions; "" where it says nothing."""
     try:
-        done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([program, "--help"], capture_output=True, text=True, errors="replace", timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout + done.stderr
@@ -120,11 +120,9 @@ def ready_players(settings: Settings, twins: Twins, session: Session) -> dict[st
     players: dict[str, Player] = {}
     for name, maker in makers.items():
         command, env = maker(settings, twins, session.threads, name, small.token_options)
-        first = run_burst(command, env, timeout=settings.timeout)
-        missing = [test for test in small.tests if test not in parse_bench(first.output)]
-        if first.status or missing:
-            why = first.errors or (f"status {first.status}" if first.status else f"no line for {', '.join(missing)}")
-            failure = f"{name} with {session.threads} threads failed ({why}): {first.command}"
+        why, shown = try_out(command, env, small)
+        if why:
+            failure = f"{name} with {session.threads} threads failed ({why}): {shown}"
             if name not in STOCK_NAMES:
                 raise HotcoldError(failure)
             say(failure)
@@ -135,6 +133,17 @@ def ready_players(settings: Settings, twins: Twins, session: Session) -> dict[st
         start, env = maker(settings, twins, session.threads, name, one_token)
         session.start_s[name] = run_burst(start, env, timeout=settings.timeout).wall_s
     return players
+
+
+def try_out(command: list[str], env: dict[str, str], settings: Settings) -> tuple[str, str]:
+    """(why it cannot be measured, "" if it can; the command as it is shown)"""
+    try:
+        first = run_burst(command, env, timeout=settings.timeout)
+    except OSError as error:  # no program, or none for this machine
+        return str(error.strerror), " ".join(command)
+    missing = [test for test in settings.tests if test not in parse_bench(first.output)]
+    why = f"status {first.status}" if first.status else f"no line for {', '.join(missing)}" if missing else ""
+    return why and (first.errors or why), first.command
 
 
 def compare_speed(settings: Settings, twins: Twins, threads: int) -> Session:
