@@ -5,6 +5,7 @@ In: small models in which neurons are off for all, some or no tokens. The truth 
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from one_op import same_bits
 from small_models import Spec, all_of, write_model
 
 from hotcold.runtime.engine import Engine
-from hotcold.runtime.kernels import blocks
+from hotcold.runtime.kernels import blocks, walk
 
 TOKENS = [(7 * i + i * i) % 101 for i in range(60)]
 WIDE = blocks.DEPTH + 77  # more neurons than one pass of a down projection takes
@@ -42,6 +43,19 @@ def test_exact_blocks_are_dense_blocks(name: str, tmp_path: Path) -> None:
             assert kinds.count("list") == exact.config.n_layer
             got = np.concatenate([exact.forward(part, "all") for part in (TOKENS[:6], TOKENS[6:23], TOKENS[23:])])
         assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("pattern", ["free", "mixed", "off"])
+def test_a_block_is_dense_where_nearly_all_neurons_fire(pattern: str, tmp_path: Path) -> None:
+    """Both ways give the same bits, so only the length of the list tells which one was taken."""
+    path = write_model(tmp_path / "m.gguf", Spec(n_ff=777, patterns=(pattern,)))
+    with Engine.open(path, threads=1, sparsity="exact") as engine:
+        engine.forward(TOKENS[:9])
+        listed = ctypes.c_int64.from_address(engine._buffers.private["lengths"]).value
+    if pattern == "free":  # each is on for half of the tokens, so nearly all are on for one of nine
+        assert listed == 777
+    else:
+        assert listed == 0 if pattern == "off" else 777 / 3 < listed < walk.MOST * 777
 
 
 def test_thresholds_on_magnitudes_stay_dense(tmp_path: Path) -> None:
